@@ -48,6 +48,11 @@ def choose[T: Callable[..., Any]](
     return found
 
 
+def by_name[T](registry: Mapping[str, T], choice: str | T, found: T) -> str | T:
+    """Return the name of an algorithm of the registry that was given as itself or by its path, otherwise `choice`."""
+    return next((name for name, known in registry.items() if known is found), choice)
+
+
 def check_per_token(kind: str, choice: Any, shape: Sequence[int], **returned: Any) -> None:
     """Refuse what an algorithm of a user's own returned, unless it is a tensor with a value for each token.
 

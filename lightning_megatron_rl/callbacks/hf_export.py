@@ -25,7 +25,7 @@ from lightning_megatron_rl.strategy.products import asks_for_tf32
 from lightning_megatron_rl.strategy.required import require_megatron
 from lightning_megatron_rl.utilities.files import check_writable, fsync
 from lightning_megatron_rl.utilities.notices import tell_failure, tell_loss
-from lightning_megatron_rl.utilities.ranges import COUNT, POSITIVE, check_ranges
+from lightning_megatron_rl.utilities.ranges import COUNT, POSITIVE, check_ranges, check_words
 from lightning_megatron_rl.utilities.remote_code import trusts_remote_code
 from lightning_megatron_rl.utilities.text_files import user_path
 
@@ -36,6 +36,7 @@ from lightning_megatron_rl.utilities.text_files import user_path
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.5, torch.float16: 0.125}
 _TF32_TOLERANCE = 0.125
 _PROBE_SEQUENCES, _PROBE_TOKENS = 2, 32
+_Adapter = Literal["merged", "peft", "both"]
 _RANGES = {
     "every_n_steps": COUNT.called("leave it out to export at the end only"),
     "max_shard_size_gb": POSITIVE.called("it is a size in 10^9 bytes"),
@@ -74,12 +75,13 @@ class HFExport(Callback):
         at_end: bool = True,
         verify: bool = True,
         overwrite: bool = False,
-        adapter: Literal["merged", "peft", "both"] = "merged",
+        adapter: _Adapter = "merged",
         max_shard_size_gb: float = 5.0,
         on_error: Literal["fail", "warn", "raise"] = "fail",
         average: bool = False,
     ) -> None:
         check_ranges(_RANGES, locals(), "HFExport.")
+        check_words({"adapter": _Adapter}, locals(), "HFExport.")
         if on_error not in ("fail", "warn", "raise"):
             raise ValueError(f"on_error={on_error!r} is none of 'fail', 'warn', 'raise'.")
         self.dirpath = user_path(dirpath)

@@ -5,7 +5,7 @@ import math
 import random
 from typing import Any, Literal
 
-from lightning_megatron_rl.utilities.ranges import COUNT, SEED, SHARE, check_ranges
+from lightning_megatron_rl.utilities.ranges import COUNT, SEED, SHARE, check_ranges, check_words
 
 Split = Literal["train", "val"]
 
@@ -44,6 +44,7 @@ class ArithmeticRows:
     ) -> None:
         ranges = {"size": COUNT, "num_digits": COUNT, "seed": SEED, "min_carry_share": SHARE}
         check_ranges(ranges, locals())
+        check_words({"split": Split}, locals())
         self.split = split
         self.size = size
         self.num_digits = num_digits

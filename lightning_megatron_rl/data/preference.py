@@ -11,7 +11,7 @@ from lightning_megatron_rl.data.sft import completion_segments, segments_to_sequ
 from lightning_megatron_rl.data.sources import Row, Source, column
 from lightning_megatron_rl.data.templates import Message, PromptTemplate, check_messages, conversation_segments
 from lightning_megatron_rl.utilities.notices import tell_loss
-from lightning_megatron_rl.utilities.ranges import COUNT, check_ranges
+from lightning_megatron_rl.utilities.ranges import COUNT, check_ranges, check_words
 
 
 @dataclass
@@ -84,6 +84,7 @@ class PreferenceDataModule(RowDataModule[PreferencePair]):
     ) -> None:
         super().__init__(train, val, tokenizer, batch_size, val_batch_size, shuffle, seed)
         check_ranges({"max_length": COUNT}, locals(), "data.")
+        check_words({"overlong": Overlong}, locals(), "data.")
         self.prompt_column = prompt_column
         self.chosen_column = chosen_column
         self.rejected_column = rejected_column
@@ -149,6 +150,11 @@ class PreferenceDataModule(RowDataModule[PreferencePair]):
         return segments_to_sequence(self.tokenizer, segments, where)
 
     def _conversation(self, messages: list[Message], where: str) -> TokenSequence:
+        if self.template.prompt_template != "{prompt}":
+            raise ValueError(
+                f"{where}: prompt_template={self.template.prompt_template!r} is for text prompts, but the responses are"
+                " conversations: leave it at its default"
+            )
         whole = self.template.with_system_prompt(messages, where)
         segments = conversation_segments(
             self.tokenizer,

@@ -15,10 +15,12 @@ from lightning_megatron_rl.data.templates import (
     conversation_segments,
     tokenize_segment,
 )
-from lightning_megatron_rl.utilities.ranges import COUNT, check_ranges
+from lightning_megatron_rl.utilities.ranges import COUNT, check_ranges, check_words
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+SFTOverlong = Literal["drop", "truncate", "error"]
 
 
 class SFTDataModule(RowDataModule[TokenSequence]):
@@ -75,7 +77,7 @@ class SFTDataModule(RowDataModule[TokenSequence]):
         add_special_tokens: bool = True,
         append_eos: bool = True,
         max_length: int = 2048,
-        overlong: Literal["drop", "truncate", "error"] = "drop",
+        overlong: SFTOverlong = "drop",
         shuffle: bool = True,
         seed: int | None = None,
         max_tokens_per_batch: int | None = None,
@@ -83,6 +85,7 @@ class SFTDataModule(RowDataModule[TokenSequence]):
     ) -> None:
         super().__init__(train, val, tokenizer, batch_size, val_batch_size, shuffle, seed)
         check_ranges({"max_length": COUNT, "max_tokens_per_batch": COUNT}, locals(), "data.")
+        check_words({"overlong": SFTOverlong}, locals(), "data.")
         self.max_tokens_per_batch = max_tokens_per_batch
         self.prompt_column = prompt_column
         self.completion_column = completion_column

@@ -4,11 +4,12 @@ import inspect
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lightning_megatron_rl.algorithms.advantages import AdvantageEstimator, advantage_estimator
-from lightning_megatron_rl.algorithms.aggregation import Aggregation, aggregation
-from lightning_megatron_rl.algorithms.correction import Correction, correction
-from lightning_megatron_rl.algorithms.kl import KLEstimator, kl_estimator
+from lightning_megatron_rl.algorithms.advantages import ADVANTAGE_ESTIMATORS, AdvantageEstimator, advantage_estimator
+from lightning_megatron_rl.algorithms.aggregation import AGGREGATIONS, Aggregation, aggregation
+from lightning_megatron_rl.algorithms.correction import CORRECTIONS, Correction, correction
+from lightning_megatron_rl.algorithms.kl import KL_ESTIMATORS, KLEstimator, kl_estimator
 from lightning_megatron_rl.algorithms.policy_losses import (
+    POLICY_LOSSES,
     SEQUENCE_LOSSES,
     PolicyLoss,
     check_vespo,
@@ -17,8 +18,19 @@ from lightning_megatron_rl.algorithms.policy_losses import (
     policy_loss,
     vespo,
 )
+from lightning_megatron_rl.algorithms.registry import by_name
 from lightning_megatron_rl.algorithms.schedules import LinearSchedule
-from lightning_megatron_rl.utilities.ranges import FINITE, NOT_NEGATIVE, POSITIVE, PROBABILITY, Range, check_ranges
+from lightning_megatron_rl.utilities.ranges import (
+    FINITE,
+    NOT_NEGATIVE,
+    POSITIVE,
+    PROBABILITY,
+    Range,
+    check_ranges,
+    check_words,
+)
+
+KLPlace = Literal["loss", "reward"]
 
 # what each loss and correction is called with, by its own argument: the setting that holds it
 _POLICY_LOSS_OPTIONS = {
@@ -129,7 +141,7 @@ class GRPOLossConfig:
     top_entropy_quantile: float = 1.0
     kl_coef: float = 0.0
     kl_estimator: str | KLEstimator = "k3"
-    kl_in: Literal["loss", "reward"] = "loss"
+    kl_in: KLPlace = "loss"
     kl_importance_weighting: bool = False
     entropy_coef: float = 0.0
     entropy_schedule: LinearSchedule | None = None
@@ -143,12 +155,13 @@ class GRPOLossConfig:
     bypass: bool = False
 
     def __post_init__(self) -> None:
-        advantage_estimator(self.advantage)
-        policy_loss(self.policy_loss)
-        aggregation(self.aggregation)
-        kl_estimator(self.kl_estimator)
+        # a shipped function is what its name is: it has the settings of that, a user's own has its own defaults
+        self.advantage = by_name(ADVANTAGE_ESTIMATORS, self.advantage, advantage_estimator(self.advantage))
+        self.policy_loss = by_name(POLICY_LOSSES, self.policy_loss, policy_loss(self.policy_loss))
+        self.aggregation = by_name(AGGREGATIONS, self.aggregation, aggregation(self.aggregation))
+        self.kl_estimator = by_name(KL_ESTIMATORS, self.kl_estimator, kl_estimator(self.kl_estimator))
         if self.correction is not None:
-            correction(self.correction)
+            self.correction = by_name(CORRECTIONS, self.correction, correction(self.correction))
         self._check_ranges()
         self._check_contradictions()
 
@@ -232,6 +245,7 @@ class GRPOLossConfig:
 
     def _check_ranges(self) -> None:
         check_ranges(_RANGES, vars(self), "loss.")
+        check_words({"kl_in": KLPlace}, vars(self), "loss.")
         for sign in ("positive", "negative"):
             check_vespo(**{name: getattr(self, name) for name in (f"vespo_k_{sign}", f"vespo_lambda_{sign}")})
         for name in ("icepop", "geo_mask"):

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any, Optional
 
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_megatron_rl.algorithms.gae import gae
@@ -118,6 +119,11 @@ class PPOModule(GRPOModule):
                 f"train.max_tokens_per_microbatch={self.train_settings.max_tokens_per_microbatch!r},"
                 f" train.recompute={self.train_settings.recompute!r}: the planner does not know what a critic takes;"
                 " give PPOModule a number of tokens, and recompute none or full"
+            )
+        if self.loss_config.advantage != GRPOLossConfig().advantage:
+            rank_zero_warn(
+                f"loss.advantage={self.loss_config.advantage!r} does nothing: PPOModule's advantages come from its"
+                " critic (critic.gamma, critic.lam)."
             )
         self.critic_settings = critic or CriticSettings()
         if init_from is not None and self.critic_settings.model is None and self.critic_settings.init_from is None:

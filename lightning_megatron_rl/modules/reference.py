@@ -14,7 +14,7 @@ from lightning_megatron_rl.models.layers.lora import adapters_off
 from lightning_megatron_rl.strategy.averaging import AveragedWeights
 from lightning_megatron_rl.strategy.optimizer import MegatronOptimizer
 from lightning_megatron_rl.utilities.notices import tell_loss
-from lightning_megatron_rl.utilities.ranges import COUNT, Range, check_ranges
+from lightning_megatron_rl.utilities.ranges import COUNT, Range, check_ranges, check_words
 from lightning_megatron_rl.utilities.text_files import user_path
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from lightning_megatron_rl.modules.policy import PolicyModule, Scores
 
 ReferenceKind = Literal["none", "frozen_copy", "adapters_off", "average"]
+ReferenceChoice = Literal["auto", "none", "frozen_copy", "adapters_off", "average"]
 
 
 @dataclass
@@ -45,13 +46,14 @@ class ReferenceSettings:
             or a decay without an average, outside (0, 1), or missing.
     """
 
-    kind: Literal["auto", "none", "frozen_copy", "adapters_off", "average"] = "auto"
+    kind: ReferenceChoice = "auto"
     model: str | None = None
     refresh_every_n_steps: int | None = None
     average_decay: float | None = None
     offload: bool = True
 
     def __post_init__(self) -> None:
+        check_words({"kind": ReferenceChoice}, vars(self), "reference.")
         steps = self.refresh_every_n_steps
         ranges = {"refresh_every_n_steps": COUNT.called("null for never"), "average_decay": Range(above=0, below=1)}
         check_ranges(ranges, vars(self), "reference.")

@@ -52,7 +52,7 @@ from lightning_megatron_rl.strategy.wrapping import make_optimizer, wrap_for_tra
 from lightning_megatron_rl.utilities.cpus import share_cpus, trainer_threads
 from lightning_megatron_rl.utilities.garbage import LongLived
 from lightning_megatron_rl.utilities.notices import forget
-from lightning_megatron_rl.utilities.ranges import POSITIVE, check_ranges
+from lightning_megatron_rl.utilities.ranges import POSITIVE, check_ranges, check_words
 from lightning_megatron_rl.utilities.spans import SpanLog
 
 if TYPE_CHECKING:
@@ -148,6 +148,7 @@ class MegatronStrategy(ParallelStrategy):
             sequence_parallel=sequence_parallel,
         )
         check_ranges({"timeout_s": POSITIVE.called("seconds after which a collective fails")}, locals())
+        check_words({"on_nonfinite": OnNonfinite}, locals())
         self.use_distributed_optimizer = use_distributed_optimizer
         self.ddp_config = ddp_config
         self.timeout_s = timeout_s

@@ -1,10 +1,10 @@
-"""Ranges of numeric settings: each class states its own in a table, and one function checks them all."""
+"""Ranges of numeric settings, and words: each class states its own in a table, one function for each checks them."""
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from numbers import Real
-from typing import Any
+from typing import Any, get_args
 
 
 @dataclass(frozen=True)
@@ -95,3 +95,23 @@ def check_ranges(ranges: Mapping[str, Range], values: Mapping[str, Any], prefix:
                 inside = f" (in {given!r})" if isinstance(given, list | tuple | dict) else ""
                 note = f": {allowed.note}" if allowed.note else ""
                 raise ValueError(f"{prefix}{name}={value!r}{inside} {problem}{note}.")
+
+
+def check_words(choices: Mapping[str, Any], values: Mapping[str, Any], prefix: str = "") -> None:
+    """Refuse the first setting that is none of its words: Python does not look at annotations.
+
+    Args:
+        choices: The `Literal` of each setting, by its name.
+        values: Settings by their names, such as `locals()` or `vars(self)`; others are left alone.
+        prefix: What the settings belong to, for the error.
+
+    Raises:
+        ValueError: With the name, the value and the words.
+
+    Example:
+        ``check_words({"kl_in": Literal["loss", "reward"]}, {"kl_in": "rewards"})`` raises "kl_in='rewards': choose one
+        of loss, reward."
+    """
+    for name, words in choices.items():
+        if values[name] not in get_args(words):
+            raise ValueError(f"{prefix}{name}={values[name]!r}: choose one of {', '.join(get_args(words))}.")

@@ -71,6 +71,13 @@ def test_rows_that_cannot_be_used_are_refused_by_number(tokenizer_dir: str, row:
         load([ROW, row], tokenizer_dir)
 
 
+def test_a_template_of_text_prompts_is_refused_where_the_responses_are_conversations(tokenizer_dir: str):
+    """It was ignored, so that the pairs were trained on with other prompts than were asked for."""
+    row = {"chosen": talk("2"), "rejected": talk("3")}
+    with pytest.raises(ValueError, match=r"train row 0 of .*: prompt_template='Q: \{prompt\}' is for text prompts"):
+        load([row], tokenizer_dir, prompt_template="Q: {prompt}")
+
+
 def test_pairs_that_teach_nothing_and_long_ones_are_dropped_and_counted(tokenizer_dir: str):
     rows = [ROW, {**ROW, "rejected": "2"}, {**ROW, "rejected": "1" * 20}]
     with told("rows dropped") as warned:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_megatron_rl import algorithms
 from lightning_megatron_rl.algorithms import LinearSchedule, Tally
 from lightning_megatron_rl.algorithms.policy_losses import gspo
 from lightning_megatron_rl.data.packing import MicroBatch, TokenSequence, context_parallel_share, make_microbatches
@@ -399,6 +400,24 @@ def test_functions_and_classes_of_the_users_own():
         terms = [-s.fields["advantages"][s.loss_mask] * p[s.loss_mask] / 2 for s, p in zip(sequences, logprobs)]  # noqa: B905
         torch.testing.assert_close(value, torch.cat(terms).mean(), rtol=1e-12, atol=1e-14)  # float64 sums
         assert ("correction of the mismatch", f"{__name__}.OwnCorrection") in config.describe()
+
+
+@pytest.mark.parametrize("path", ["", "lightning_megatron_rl.algorithms."])
+@pytest.mark.parametrize(
+    ("kind", "name", "function", "settings"),
+    [
+        ("policy_loss", "ppo_clip", algorithms.ppo_clip, {"clip_low": 0.05, "dual_clip": None}),
+        ("correction", "tis", algorithms.truncated_importance_weights, {"correction_cap": 1.1}),
+    ],
+)
+def test_a_shipped_function_has_the_settings_of_its_name(kind, name, function, settings, path):
+    """Given as itself or by its path it was taken for a user's own, and trained with its defaults."""
+    sequences, logprobs = batch(seed=0)
+    plan = [list(range(len(sequences)))]
+    choice = f"{path}{function.__name__}" if path else function
+    value = our_loss(GRPOLossConfig(**{kind: choice, **settings}), sequences, logprobs, plan)
+    assert torch.equal(value, our_loss(GRPOLossConfig(**{kind: name, **settings}), sequences, logprobs, plan))
+    assert not torch.equal(value, our_loss(GRPOLossConfig(), sequences, logprobs, plan))
 
 
 def mean_loss(logprobs, old_logprobs, advantages, sequences=None):

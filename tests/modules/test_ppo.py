@@ -287,6 +287,11 @@ def test_explained_variance():
     assert math.isnan(tally.compute()["critic/explained_var"])
 
 
+def test_an_advantage_of_the_loss_is_told_to_do_nothing():
+    with pytest.warns(UserWarning, match=r"loss\.advantage='rloo' does nothing: PPOModule's advantages come from"):
+        PPOModule("model", rewards=[parity], loss=GRPOLossConfig(advantage="rloo"))
+
+
 def test_the_table_at_start_names_the_advantage_that_is_used():
     settings = CriticSettings(model="other", lam=0.9, warmup_rollouts=5)
     rows = dict(PPOModule("model", [length], critic=settings, engine=ReplayEngine()).describe_objective())

@@ -1,10 +1,10 @@
-"""Numbers of settings: one table per class, and no public class that takes a number without a range."""
+"""Numbers and words of settings: no public class takes a number without a range, or a word that there is not."""
 
 import importlib
 import inspect
 import math
 import pkgutil
-from typing import Any, get_args
+from typing import Any, Literal, get_args, get_origin
 
 import pytest
 
@@ -29,7 +29,7 @@ from lightning_megatron_rl.rewards.guard import GuardedReward
 from lightning_megatron_rl.rewards.service import HTTPReward, VLLMRewardModel
 from lightning_megatron_rl.rewards.text_rewards import LengthPenalty
 from lightning_megatron_rl.rollout.servers.engine import VLLMServers
-from lightning_megatron_rl.utilities.ranges import COUNT, PROBABILITY, SHARE, Range, check_ranges
+from lightning_megatron_rl.utilities.ranges import COUNT, PROBABILITY, SHARE, Range, check_ranges, check_words
 
 # what a class needs besides the number under test
 NEEDED: dict[type, dict[str, Any]] = {
@@ -130,6 +130,36 @@ def test_every_number_of_every_class_has_a_range():
     assert complaints == []
 
 
+# looked at when an engine starts or a model is built, beside what the machine has
+LATER = {"device", "dtype", "layer_backend", "weight_transfer"}
+
+
+def words_of(annotation: Any) -> tuple[Any, ...]:
+    """Words of a `Literal`, alone or beside other types."""
+    if get_origin(annotation) is Literal:
+        return get_args(annotation)
+    return tuple(word for kind in get_args(annotation) for word in words_of(kind))
+
+
+def test_every_word_of_every_class_is_one_that_there_is():
+    """`kl_in="rewards"` trained without the KL, and a reference of the kind "frozen" was the policy itself."""
+    complaints, found = [], set()
+    for cls in {cls for cls, _, _ in settings()}:
+        for name, parameter in inspect.signature(cls).parameters.items():
+            words = words_of(parameter.annotation)
+            if name in LATER or parameter.default not in words or not isinstance(parameter.default, str):
+                continue
+            found.add(f"{cls.__name__}.{name}")
+            try:
+                cls(**{**NEEDED.get(cls, {}), name: "nothing"})
+                complaints.append(f"{cls.__name__}({name}='nothing'): accepted")
+            except ValueError as error:
+                if not all(word in str(error) for word in words):
+                    complaints.append(f"{cls.__name__}({name}='nothing'): refused with {error!r}")
+    assert complaints == []
+    assert {"GRPOLossConfig.kl_in", "ReferenceSettings.kind", "SFTDataModule.overlong"} <= found
+
+
 @pytest.mark.parametrize(
     ("allowed", "value", "problem"),
     [
@@ -148,6 +178,13 @@ def test_every_number_of_every_class_has_a_range():
 )
 def test_problem_names_the_range(allowed: Range, value: Any, problem: str | None):
     assert allowed.problem(value) == problem
+
+
+def test_refusal_of_a_word_names_those_that_there_are():
+    check_words({"kind": Literal["a", "b"]}, {"kind": "a"})
+    for value in ("c", None, 1):
+        with pytest.raises(ValueError, match=rf"^its\.kind={value!r}: choose one of a, b\.$"):
+            check_words({"kind": Literal["a", "b"]}, {"kind": value, "other": "c"}, "its.")
 
 
 def test_refusal_names_setting_value_and_note():

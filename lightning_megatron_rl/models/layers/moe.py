@@ -7,7 +7,10 @@ import torch
 from torch import Tensor
 
 from lightning_megatron_rl.models.families.registry import FAMILIES
-from lightning_megatron_rl.utilities.ranges import NOT_NEGATIVE, check_ranges
+from lightning_megatron_rl.utilities.ranges import NOT_NEGATIVE, check_ranges, check_words
+
+RouterDtype = Literal["fp32", "fp64"]
+RouterReplay = Literal["none", "R2"]
 
 # Fields of Megatron's `TransformerConfig` that follow from `MoESettings` -> the setting.
 _DECIDED_HERE = {
@@ -38,14 +41,17 @@ class MoESettings:
 
     aux_loss_coeff: float | None = None
     z_loss_coeff: float = 0.0
-    router_dtype: Literal["fp32", "fp64"] | None = "fp32"
+    router_dtype: RouterDtype | None = "fp32"
     freeze_router: bool = False
     expert_bias_update_rate: float = 0.0
-    router_replay: Literal["none", "R2"] = "none"
+    router_replay: RouterReplay = "none"
 
     def __post_init__(self) -> None:
         names = ("aux_loss_coeff", "z_loss_coeff", "expert_bias_update_rate")
         check_ranges(dict.fromkeys(names, NOT_NEGATIVE.called("0 turns it off")), vars(self), "train.moe.")
+        check_words({"router_replay": RouterReplay}, vars(self), "train.moe.")
+        if self.router_dtype is not None:
+            check_words({"router_dtype": RouterDtype}, vars(self), "train.moe.")
 
     def megatron_fields(self) -> dict[str, Any]:
         """Return the fields of Megatron's `TransformerConfig`; its own router losses are off, see `routers`."""
