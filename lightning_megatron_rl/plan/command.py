@@ -81,7 +81,8 @@ def main(args: list[str]) -> int:
         built = FromConfig(fit_args)
         run = built.describe(kind, devices=options.devices, nodes=options.nodes, lengths=lengths)
         if options.search:
-            return _search(run, built.model.train_settings.model_config, options)
+            per_node = run.world // (options.nodes or built.nodes)
+            return _search(run, per_node, built.model.train_settings.model_config, options)
         if gpus is not None:
             return _scale(run, gpus, options)
         run.check()
@@ -116,9 +117,8 @@ def _scale(run: Run, gpus: list[int], options: argparse.Namespace) -> int:
     return 0 if all(row.run for row in rows) else 1
 
 
-def _search(run: Run, model_config: Mapping[str, Any], options: argparse.Namespace) -> int:
+def _search(run: Run, per_node: int, model_config: Mapping[str, Any], options: argparse.Namespace) -> int:
     found = search(run)
-    per_node = options.devices or run.kind.per_node
     overlays = [candidate.overlay(per_node, model_config) for candidate in found]
     if options.json:
         print(json.dumps([{**as_data(c.run), "overlay": o} for c, o in zip(found, overlays, strict=True)], indent=1))

@@ -135,6 +135,11 @@ def _check_stages(layers: int, pp: int, vpp: int, split: PipelineSplit) -> None:
         return
     stages = pp - len(given)
     rest = layers - sum(given)
+    if min(given) < 1 or (stages > 0 and rest == 0):
+        raise ValueError(
+            f"num_hidden_layers={layers} with {' + '.join(map(str, given))} in the first or last stage leaves a stage"
+            f" of {pp} without a layer: where these numbers are given, each needs at least one"
+        )
     if stages < 0 or rest < 0 or (rest if stages == 0 else rest % stages):
         raise ValueError(
             f"num_hidden_layers={layers} with {' + '.join(map(str, given))} in the first or last stage leaves "

@@ -111,6 +111,12 @@ def _fitting(run: Run) -> tuple[dict[ParallelLayout, Candidate], tuple[float, Ru
 def _refuse(run: Run, nearest: tuple[float, Run] | None) -> NoReturn:
     """Say what comes nearest, and how many times as many GPUs would do."""
     if nearest is None:
+        reason = _sampler_refusal(run)
+        if reason is not None:
+            raise ValueError(
+                f"{run.model} divides over {run.world} x {run.kind.name}, but no sampler has room on the"
+                f" {min(run.kind.per_node, run.world)} GPU(s) of a node: {reason}"
+            )
         raise ValueError(
             f"no layout divides {run.model}, its batch and {run.world} GPUs: change the number of GPUs, or batch_size"
         )
@@ -126,6 +132,23 @@ def _refuse(run: Run, nearest: tuple[float, Run] | None) -> NoReturn:
             text += f" Smallest change that fits: {run.world * factor} GPUs, {layout.describe(run.world * factor)}"
             break
     raise ValueError(text)
+
+
+def _sampler_refusal(run: Run) -> str | None:
+    """Why layouts that divide everything are refused for their samplers: of those on the most GPUs; None if none is."""
+    most, reason = 0, None
+    for candidate in _runs(run):
+        if candidate.sampling is None or candidate.sampling.needs.tensor_parallel_size <= most:
+            continue
+        try:
+            replace(candidate, sampling=None).check()
+        except ValueError:
+            continue
+        try:
+            candidate.check()
+        except ValueError as error:
+            most, reason = candidate.sampling.needs.tensor_parallel_size, str(error)
+    return reason
 
 
 def _runs(run: Run) -> Iterator[Run]:

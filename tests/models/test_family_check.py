@@ -121,6 +121,10 @@ from lightning_megatron_rl.models.families.llama import LLAMA3_ROPE
         (NemotronConfig(architectures=["NemotronForCausalLM"], logit_scale=0.5), "logit_scale=0.5"),
         (LlamaConfig(architectures=["LlamaForCausalLM"], rotary_pct=0.5), "rotary_pct=0.5"),
         (LlamaConfig(architectures=["LlamaForCausalLM"], partial_rotary_factor=0.5), "partial_rotary_factor=0.5"),
+        # log-probs of the tiny model differed by 4e-4
+        (GemmaConfig(architectures=["GemmaForCausalLM"], hidden_activation="gelu"), "hidden_activation='gelu', which"),
+        # vLLM does not start on a CPU: its attention for encoders
+        (Qwen3Config(architectures=["Qwen3ForCausalLM"], is_causal=False), "qwen3 model has is_causal=False"),
         (  # not sampled: by vLLM's code
             Qwen2Config(architectures=["Qwen2ForCausalLM"], dual_chunk_attention_config={"chunk_size": 262144}),
             r"dual_chunk_attention_config=\{'chunk_size': 262144\}, which Transformers ignores and vLLM does not",
@@ -141,6 +145,7 @@ def test_variants_that_would_be_computed_wrongly_are_refused(config: Any, messag
         MistralConfig(architectures=["MistralForCausalLM"], sliding_window=8),
         Qwen2Config(architectures=["Qwen2ForCausalLM"], sliding_window=8, use_sliding_window=False),
         NemotronConfig(architectures=["NemotronForCausalLM"], partial_rotary_factor=0.25),
+        GemmaConfig(architectures=["GemmaForCausalLM"], hidden_activation="gelu_pytorch_tanh", is_causal=True),
     ],
 )
 def test_what_changes_nothing_or_is_known_is_taken(config: Any):

@@ -120,6 +120,16 @@ def test_search_proposes_overlays_that_fit_and_are_what_it_says(capsys, tmp_path
         assert again["needed_gib"] == pytest.approx(item["needed_gib"])
 
 
+@pytest.mark.slow
+def test_overlays_have_all_gpus_of_a_node_with_more_than_eight(capsys):
+    """The data sheets' machines have eight."""
+    twelve = ["--trainer.devices", "12", "--data.batch_size", "96"]
+    assert main(["--config", str(GRPO), *twelve, "--search", "--json"]) == 0
+    for item in json.loads(capsys.readouterr().out):
+        assert item["gpus"] == 12
+        assert (item["overlay"]["trainer"]["devices"], item["overlay"]["trainer"]["num_nodes"]) == (12, 1)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -65,6 +65,20 @@ def layout(**options: Any) -> tuple[ParallelLayout, PipelineSplit]:
         ),
         (
             {},
+            {"pipeline_model_parallel_size": 2, "num_layers_in_last_pipeline_stage": 0},
+            r"num_hidden_layers=6 with 0 .* leaves a stage of 2 without a layer",
+        ),
+        (
+            {},
+            {
+                "pipeline_model_parallel_size": 3,
+                "num_layers_in_first_pipeline_stage": 2,
+                "num_layers_in_last_pipeline_stage": 4,
+            },
+            r"with 2 \+ 4 .* leaves a stage of 3 without a layer",
+        ),
+        (
+            {},
             {
                 "pipeline_model_parallel_size": 2,
                 "num_layers_in_first_pipeline_stage": 3,

@@ -75,6 +75,11 @@ def test_nodes_have_the_gpus_that_were_given(capsys: pytest.CaptureFixture[str])
             ["--model", "llama-3.1-70b", "--method", "sft", "--devices", "1"],
             r"does not fit 1 x h100 in any layout: .* Smallest change that fits: ",
         ),
+        (
+            ["--model", "llama-3.1-70b", "--devices", "1", "--nodes", "8"],
+            r"divides over 8 x h100, but no sampler has room on the 1 GPU\(s\) of a node: the sampler's cache holds 0"
+            r" tokens, .* weights take 131\.4 GiB on each of 1 GPU\(s\)",
+        ),
     ],
 )
 def test_bad_input(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]):

@@ -18,6 +18,12 @@ def arguments(device: str = "cpu", **others: Any) -> dict[str, Any]:
     return llm_arguments(engine, "model", device, stored_dtype="float32", eager=True)
 
 
+def test_the_model_is_read_as_transformers_reads_it():
+    """Of a release that has Mistral's own format, too; test_families_sampled.py has a real engine."""
+    formats = ("config_format", "load_format", "tokenizer_mode")
+    assert {arguments(device)[name] for device in ("cpu", "cuda") for name in formats} == {"hf"}
+
+
 def test_gpt_oss_is_sampled_in_bfloat16_on_a_cpu():
     """What vLLM says of another dtype is an error of a kernel, after the model has been loaded."""
 

@@ -13,6 +13,7 @@ NO_EFFECT: dict[str, tuple[Any, ...]] = {
     "rotary_emb_fraction": (None, 1),
     "llama_4_scaling": (None,),
     "dual_chunk_attention_config": (None,),
+    "is_causal": (True,),
 }
 
 

@@ -84,6 +84,10 @@ def llm_arguments(
     cache_gb = settings.kv_cache_memory_gb
     arguments: dict[str, Any] = {
         "model": model_path,
+        # by itself vLLM takes params.json, consolidated*.safetensors and Mistral's tokenizer where a release has both
+        "config_format": "hf",
+        "load_format": "hf",
+        "tokenizer_mode": "hf",
         "dtype": stored_dtype if settings.dtype == "auto" else settings.dtype,
         "max_model_len": settings.max_model_len,
         "max_num_seqs": settings.max_num_seqs,
