@@ -327,6 +327,7 @@ class ServerClient:
                 "ignore_eos": params.ignore_eos,
                 "logprobs": 0,
                 "detokenize": bool(params.stop),
+                "skip_special_tokens": False,  # as in `vllm_params`
             },
         }
         reason, was_dropped, self._moved_at = None, False, time.monotonic()
