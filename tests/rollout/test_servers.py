@@ -398,6 +398,22 @@ def test_what_a_server_has_drawn_is_kept_in_an_update(remote):
     assert remote.engine.num_restarts == 0
 
 
+def test_what_a_server_has_drawn_is_withdrawn(remote):
+    """As in an update: a validation withdraws what is under way, which then goes on from what is known of it."""
+    counts: list[int] = []
+    for attempt in range(5):
+        collected = Collected(remote)
+        remote.engine.submit(requests(8, 450, start=attempt), SamplingParams(max_tokens=450, ignore_eos=True))
+        collected.until(lambda of=collected: of.shortest >= 5 and len(of.responses) == 8)
+        time.sleep(0.1)
+        collected.add(remote.engine.withdraw())
+        counts += [len(one.token_ids) for one in collected.responses.values() if one.finish_reason is None]
+    assert not all(count % STREAM_INTERVAL == 1 for count in counts), counts
+    ((after,),) = remote.engine.generate([GenerationRequest([5, 9, 7], seed=3)], EIGHT)  # the server samples on
+    assert after.token_ids
+    assert remote.engine.num_restarts == 0
+
+
 def test_what_is_withdrawn_goes_on_from_its_tokens(remote):
     params = SamplingParams(max_tokens=300, ignore_eos=True)
     for attempt in range(5):  # on a busy machine the server may be done before it is told to stop
