@@ -56,7 +56,14 @@ class SamplingParams:
             )
         if self.top_k == 0:
             raise ValueError("sampling.top_k=0 must be at least 1, or -1 to keep every token")
+        if isinstance(self.stop, str):
+            raise ValueError(
+                f"sampling.stop={self.stop!r} is one string, of which each character would end a response: give a list,"
+                f" {[self.stop]}"
+            )
         object.__setattr__(self, "stop", tuple(self.stop))
+        if not all(isinstance(text, str) for text in self.stop):
+            raise ValueError(f"sampling.stop={self.stop} holds something else than strings")
         if "" in self.stop:
             raise ValueError(f"stop={self.stop} contains an empty string, which would end every response at once")
 

@@ -96,6 +96,7 @@ class RolloutStream:
         )
         self._spares = spares
         self._passed_over = 0  # since the last batch
+        self._born: dict[int, int] = {}  # when a prompt was last begun, by row
         self._arrive = arrive
         self._have_all_come: Callable[[], bool] | None = None  # since this replica has, for the batch that comes next
         self._version = 0
@@ -188,7 +189,7 @@ class RolloutStream:
         """Give the engine what may begin, take what it has sampled, and reward what is complete."""
         try:
             if begins:
-                self.plan.begin(self._version)
+                self._born |= {group.prompt.index: group.born for group in self.plan.begin(self._version)}
             self._submit()
             self._watch.note(self.plan)
             now = time.monotonic()
@@ -284,7 +285,9 @@ class RolloutStream:
             self.plan.finish(group)
             return
         others = [*self.plan.under_way.values(), *self.plan.ready]
-        spare = self._spares.draw({prompt.index for prompt in [*(g.prompt for g in others), *self.plan.waiting]})
+        without = {prompt.index for prompt in [*(g.prompt for g in others), *self.plan.waiting]}
+        # with the same seeds and weights the same responses would come again
+        spare = self._spares.draw(without | {row for row, born in self._born.items() if born == self._version})
         if spare is None:
             self.plan.finish(group)
             return

@@ -24,6 +24,7 @@ from tests.policing import keep_process, leaked_memory, shared_memory
 from tests.tiny_models import save_tiny_model
 
 MAX_MODEL_LEN = 512
+IM_END = 5  # token of "<|im_end|>", which is special
 # What a model's own defaults would do to the samples if they leaked into them.
 GENERATION_CONFIG = {"temperature": 0.3, "top_k": 3, "repetition_penalty": 1.5, "do_sample": True, "eos_token_id": 1}
 

@@ -53,6 +53,8 @@ def test_seeds_have_31_bits_and_differ_in_every_argument():
         ({"top_k": -2}, "top_k=-2"),
         ({"max_tokens": 0}, "max_tokens=0"),
         ({"stop": ("a", "")}, "empty string"),
+        ({"stop": "</a>"}, r"sampling\.stop='</a>' .* give a list, \['</a>'\]"),
+        ({"stop": (1,)}, r"sampling\.stop=\(1,\) .* strings"),
     ],
 )
 def test_bad_sampling_params_are_refused(values, message):

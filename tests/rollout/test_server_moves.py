@@ -125,6 +125,23 @@ def test_why_a_server_is_not_taken_back_is_told_though_it_was_lost_before(about,
     assert len(told) == 1
 
 
+def test_a_server_that_is_lost_while_it_is_cut_waits_for_weights(about, stack, qwen3_dir):
+    """It may be back paused, which only the next push of weights ends: what goes there would wait for ever."""
+    engine = VLLMServers([stack.enter_context(guarded(about.to_plain()))], TOKEN, max_model_len=512)
+    engine.start(qwen3_dir)
+    stack.callback(engine.close)
+    (client,) = engine.connections.servers
+    client.load = 1
+
+    async def cut(client: ServerClient) -> None:
+        raise ServerLostError("no answer")
+
+    with patch.object(ServerClient, "cut", cut):
+        assert engine.withdraw() == []
+    client.load = 0
+    until(lambda: client.state == STALE)
+
+
 def test_another_program_at_a_servers_address_is_lost(about, stack, qwen3_dir):
     gone = threading.Event()
     connections = connect(stack, qwen3_dir, stack.enter_context(guarded(about.to_plain(), gone=gone)))

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -35,7 +36,7 @@ from lightning_megatron_rl.utilities.spans import SAMPLING
 from lightning_megatron_rl.weights.source import WeightSource, WeightViews, source_of
 from lightning_megatron_rl.weights.transports import direct
 from tests.policing import keep_process, leaked_memory, shared_memory
-from tests.rollout.conftest import Harness, is_running, make_requests, max_logprob_error, random_weights
+from tests.rollout.conftest import IM_END, Harness, is_running, make_requests, max_logprob_error, random_weights
 from tests.rollout.server_process import TOKEN, ServerProcess, ask
 from tests.rollout.test_streaming import EXACT, Collected, drawn, drawn_with_mixed_cache, requests
 
@@ -317,6 +318,16 @@ def test_a_stop_string_ends_the_response(remote, tokenizer):
         assert stopped.logprobs == pytest.approx(whole.logprobs[:count], abs=EXACT)
 
 
+def test_a_special_token_as_stop_string_ends_the_response(remote):
+    asked = [GenerationRequest([5, 9, 7 + number], seed=3 + number) for number in range(8)]
+    free = SamplingParams(temperature=2, max_tokens=100, ignore_eos=True)
+    whole = [one.token_ids for (one,) in remote.engine.generate(asked, free)]
+    ends = [token_ids.index(IM_END) + 1 if IM_END in token_ids else 100 for token_ids in whole]
+    assert min(ends) < 100
+    stopped = remote.engine.generate(asked, replace(free, stop=("<|im_end|>",)))
+    assert [len(one.token_ids) for (one,) in stopped] == ends
+
+
 def test_what_the_servers_did_is_known(remote):
     """Without it a stream's sampler counts as idle, and as having drawn nothing."""
     (server,) = remote.engine.connections.servers
@@ -384,6 +395,22 @@ def test_what_a_server_has_drawn_is_kept_in_an_update(remote):
         assert all(len(response.token_ids) == 450 for response in collected.responses.values())
         counts += [count for response in collected.responses.values() for _, count in response.segments[:-1]]
     assert not all(count % STREAM_INTERVAL == 1 for count in counts), counts
+    assert remote.engine.num_restarts == 0
+
+
+def test_what_a_server_has_drawn_is_withdrawn(remote):
+    """As in an update: a validation withdraws what is under way, which then goes on from what is known of it."""
+    counts: list[int] = []
+    for attempt in range(5):
+        collected = Collected(remote)
+        remote.engine.submit(requests(8, 450, start=attempt), SamplingParams(max_tokens=450, ignore_eos=True))
+        collected.until(lambda of=collected: of.shortest >= 5 and len(of.responses) == 8)
+        time.sleep(0.1)
+        collected.add(remote.engine.withdraw())
+        counts += [len(one.token_ids) for one in collected.responses.values() if one.finish_reason is None]
+    assert not all(count % STREAM_INTERVAL == 1 for count in counts), counts
+    ((after,),) = remote.engine.generate([GenerationRequest([5, 9, 7], seed=3)], EIGHT)  # the server samples on
+    assert after.token_ids
     assert remote.engine.num_restarts == 0
 
 

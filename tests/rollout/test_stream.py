@@ -7,7 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_megatron_rl.rollout.protocol import Progress, SamplingParams, StreamRequest
 from lightning_megatron_rl.rollout.stream import SparePrompts, StreamPlan, divide_states, rows_of, state_of_rows
+from lightning_megatron_rl.rollout.streaming import RolloutStream
 from lightning_megatron_rl.sample import Prompt
 
 
@@ -218,3 +220,46 @@ def test_rows_of_a_state():
     ]
     assert rows_of(json.dumps({"waiting": [1, 2], "groups": groups})) == [5, 7, 6, 1, 2]
     assert rows_of(state_of_rows([3, 1])) == [3, 1]
+
+
+class OneToken:
+    """A streaming engine whose responses are one token; notes the prompt and seed of each request."""
+
+    max_model_len = 64
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, int]] = []
+        self.waiting: list[StreamRequest] = []
+
+    def submit(self, requests: list[StreamRequest], params: SamplingParams) -> None:
+        self.seen += [(request.token_ids[0], request.seed) for request in requests]
+        self.waiting += requests
+
+    def collect(self, wait_s: float, *, everything: bool = False) -> list[Progress]:
+        answers = [Progress(request.name, [7], [-1.0], [(0, 1)], "stop") for request in self.waiting]
+        self.waiting = []
+        return answers
+
+    def hold(self) -> None:
+        pass
+
+    def withdraw(self) -> list[Progress]:
+        return []
+
+
+def test_no_prompt_is_drawn_twice_with_the_same_weights(tokenizer):
+    """Its responses would be the same ones, and have no spread again."""
+    engine, everything = OneToken(), [Prompt([5 + row], "x", index=row) for row in range(6)]
+    stream = RolloutStream(
+        engine,
+        StreamPlan(2, 1, 4, num_generations=2),
+        SamplingParams(max_tokens=4),
+        tokenizer=tokenizer,
+        seed=1,
+        reward=lambda samples: None,  # all of them get 0
+        spares=SparePrompts(lambda turn: everything, rank=0, replicas=1, limit=6),
+    )
+    samples = stream.next_batch(everything[:4], version=0)
+    stream.close()
+    assert len(samples) == 4
+    assert len(set(engine.seen)) == len(engine.seen)

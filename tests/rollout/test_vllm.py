@@ -15,6 +15,7 @@ from lightning_megatron_rl.utilities.cpus import OPENMP_DEFAULTS
 from lightning_megatron_rl.weights.source import source_of
 from tests.parallel.test_rendezvous import listening
 from tests.rollout.conftest import (
+    IM_END,
     hf_logprobs,
     is_running,
     make_engine,
@@ -108,6 +109,19 @@ def test_stop_string_ends_the_response(harness, tokenizer):
     ((stopped,),) = harness.engine.generate([request], SamplingParams(max_tokens=16, ignore_eos=True, stop=(stop,)))
     assert stopped.token_ids == free.token_ids[: first + 1]
     assert stopped.finish_reason == "stop"
+
+
+def test_a_special_token_as_stop_string_ends_the_response(harness):
+    """As of a base model in a chat format, whose end of turn is not its end-of-sequence token."""
+    requests = make_requests(8, prompt_length=10)
+    free = harness.engine.generate(requests, SamplingParams(temperature=2, max_tokens=100, ignore_eos=True))
+    assert any(IM_END in whole.token_ids for (whole,) in free)
+    params = SamplingParams(temperature=2, max_tokens=100, ignore_eos=True, stop=("<|im_end|>",))
+    for (whole,), (stopped,) in zip(free, harness.engine.generate(requests, params), strict=True):
+        is_there = IM_END in whole.token_ids
+        count = whole.token_ids.index(IM_END) + 1 if is_there else 100
+        assert (stopped.token_ids, stopped.finish_reason) == (whole.token_ids[:count], "stop" if is_there else "length")
+        assert stopped.logprobs == pytest.approx(whole.logprobs[:count], abs=TOLERANCE)
 
 
 def test_seeds_decide_the_samples_and_the_batch_does_not(harness):

@@ -21,6 +21,7 @@ from lightning_megatron_rl.weights.reads import Reads
 log = logging.getLogger(__name__)
 
 PROBE_S = 5.0  # deadline of a word that needs no work
+CUT_S = 30.0  # of the end of a step
 # half of the longest message: where somebody was held up, vLLM joins all tokens since, 175 bytes each
 READ_BYTES = 2**24
 _ENDS = ("stop", "length")  # why a whole response ends
@@ -215,6 +216,11 @@ class ServerClient:
             return
         await self._abort()
 
+    async def cut(self) -> None:
+        """Drop what is under way, which ends with the tokens that were drawn, and sample nothing until `resume`."""
+        self._is_paused = True
+        await self._ask("POST", "/pause?mode=abort&clear_cache=false", min(self._timeout_s, CUT_S))
+
     async def resume(self) -> None:
         """Go on."""
         dropping, self._dropping = self._dropping, None
@@ -327,6 +333,7 @@ class ServerClient:
                 "ignore_eos": params.ignore_eos,
                 "logprobs": 0,
                 "detokenize": bool(params.stop),
+                "skip_special_tokens": False,  # as in `vllm_params`
             },
         }
         reason, was_dropped, self._moved_at = None, False, time.monotonic()

@@ -91,7 +91,7 @@ class ServerPool(StreamingEngine):
         self._spans = SpanLog(JOIN_S)
         self._connections: Connections | None = None
         self._activity: PoolActivity | None = None  # of these connections
-        self._is_updating = False  # servers have old weights, new ones, or some of both
+        self._holds = False  # an update or `withdraw` is at the servers: nothing is begun
         self._failing_since: float | None = None  # updates, of all servers
 
     @property
@@ -214,10 +214,10 @@ class ServerPool(StreamingEngine):
         """
         connections, deadline = self.connections, time.monotonic() + self.call_timeout_s
         while True:
-            server = None if self._is_updating else choose_server(connections.servers, flight.prompt)
+            server = None if self._holds else choose_server(connections.servers, flight.prompt)
             if server is not None:
                 return server
-            if not self._is_updating and any(server.state == STALE for server in connections.servers):
+            if not self._holds and any(server.state == STALE for server in connections.servers):
                 raise WeightsLostError(
                     f"no server has the weights of version {self.weight_version}, and some are back without: call"
                     " update_weights with a full set of weights"
@@ -286,7 +286,7 @@ class ServerPool(StreamingEngine):
                 connections.board.wait(1.0)
                 found |= {news.name: news for news in connections.board.take_news(everything=False)}
         except BaseException:
-            self.withdraw()
+            self._drop()
             raise
         return [
             [_generation(found[f"{number}/{place}"]) for place in range(request.num_generations)]
@@ -320,7 +320,23 @@ class ServerPool(StreamingEngine):
 
     @one_at_a_time
     def withdraw(self) -> list[Progress]:
-        """Stop all responses under way and return what is new of them."""
+        """Stop all responses under way and return what is new of them, what servers have drawn and not sent with it."""
+        connections = self.connections
+        busy = {server: server.pushed for server in connections.servers if server.state == READY and server.load}
+        for server in busy:
+            server.pushed = None  # until it samples again: one that is lost may come back paused, and waits for weights
+        self._holds = True
+        try:
+            connections.run(self._settle(connections.on_each(list(busy), ServerClient.cut)))
+            return self._drop()
+        finally:
+            cut = [server for server in busy if server.state == READY]
+            for server in connections.on_each(cut, ServerClient.resume):
+                server.pushed = busy[server]
+            self._holds = False
+
+    def _drop(self) -> list[Progress]:
+        """Stop all responses under way where they are; return what is new of them."""
         connections = self.connections
         connections.run(self._stop())
         news = connections.board.take_news(everything=True)
@@ -342,11 +358,11 @@ class ServerPool(StreamingEngine):
         """
         self.wait_ready()
         with self._spans.during("update"):
-            self._is_updating = True
+            self._holds = True
             try:
                 report = self._update(source, version)
             finally:
-                self._is_updating = False
+                self._holds = False
             self.connections.run(self._launch_the_rest())
         return report
 

@@ -34,6 +34,7 @@ def vllm_params(params: SamplingParams, **own: Any) -> "vllm.SamplingParams":
         logprobs=0,
         flat_logprobs=True,  # lists of numbers; a dictionary per token takes longer to collect than to fill
         detokenize=bool(params.stop),
+        skip_special_tokens=False,  # of the text that stop strings are looked for in: one may be a special token
         **own,
     )
 
