@@ -31,12 +31,12 @@ class Series:
         return Series(self.steps[kept], self.values[kept])
 
     def start(self) -> float:
-        """Return the mean of the first tenth of the finite values, at least three of them where that is not over half."""
+        """Return the mean of the first tenth of the finite values, at least three if the run has six."""
         values = self.finite().values
         return float(values[: _size_of_end(len(values))].mean())
 
     def end(self) -> float:
-        """Return the mean of the last tenth of the finite values, at least three of them where that is not over half."""
+        """Return the mean of the last tenth of the finite values, at least three if the run has six."""
         values = self.finite().values
         return float(values[-_size_of_end(len(values)) :].mean())
 
