@@ -83,7 +83,7 @@ class ModelModule(CountsRows, RefusesMovedArguments):
 
     def __init__(self, model: str, train: TrainingSettings | None = None, init_from: str | None = None) -> None:
         super().__init__()
-        check_kinds({"model": str, "train": TrainingSettings, "init_from": str}, locals(), type(self).__name__)
+        check_kinds({"model": str, "train": TrainingSettings}, locals(), type(self).__name__)
         self.train_settings = train or TrainingSettings()
         if init_from is not None and self.train_settings.lora is not None:
             raise ValueError(

@@ -19,7 +19,6 @@ def make(cls: type = GRPOModule, **options: Any) -> GRPOModule:
     ("options", "message"),
     [
         ({"model": Path("runs/model")}, r"model is to be str\(\.\.\.\), not a PosixPath"),
-        ({"init_from": Path("last.ckpt")}, r"init_from is to be str"),
         ({"sampling": {"temperature": 1.0}}, r"sampling is to be SamplingParams\(\.\.\.\), not a dict"),
         ({"validation_sampling": {"temperature": 1.0}}, r"validation_sampling is to be SamplingParams"),
         ({"loss": {"kl_coef": 0.1}}, r"loss is to be GRPOLossConfig"),
