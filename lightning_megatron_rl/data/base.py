@@ -10,7 +10,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 
 from lightning_megatron_rl.data.loader import EvaluationLoader, GlobalBatches, ResumableLoader
-from lightning_megatron_rl.data.sources import DataSource, Row, Source, describe_source, load_rows, needs_download
+from lightning_megatron_rl.data.sources import Row, Source, check_source, describe_source, load_rows, needs_download
 from lightning_megatron_rl.data.templates import load_tokenizer
 from lightning_megatron_rl.utilities.notices import tell_loss
 from lightning_megatron_rl.utilities.ranges import COUNT, SEED, check_ranges
@@ -40,16 +40,19 @@ class RowDataModule[Item](L.LightningDataModule, ABC):
     ) -> None:
         super().__init__()
         check_ranges({"batch_size": COUNT, "val_batch_size": COUNT, "seed": SEED}, locals(), "data.")
+        if not isinstance(val, dict | None):
+            raise ValueError(f"data.val={val!r}: its metrics need a name; give a dict, such as {{'held_out': {val!r}}}")
         for name in val or {}:
             if name == "train":
                 raise ValueError("a validation set cannot be named 'train': that is the name of the training set")
             if not re.fullmatch(r"[\w.-]+", name):
                 raise ValueError(f"the validation set {name!r}: name it with letters, digits, '_', '.' and '-' alone")
         for source in (train, *(val or {}).values()):
-            if isinstance(source, str):
-                DataSource(source)
-        if not tokenizer.strip():
-            raise ValueError(f"data.tokenizer={tokenizer!r}: name the directory or hub name of the model's tokenizer")
+            check_source(source)
+        if not isinstance(tokenizer, str) or not tokenizer.strip():
+            raise ValueError(
+                f"data.tokenizer={tokenizer!r}: name the directory or hub name of the model's tokenizer, as text"
+            )
         self.train_source = train
         self.val_sources = val or {}
         self.tokenizer_name = tokenizer

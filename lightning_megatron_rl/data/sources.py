@@ -47,15 +47,32 @@ class DataSource:
         return user_path(self.path)
 
     def __post_init__(self) -> None:
-        if not self.path.strip():
+        if not isinstance(self.path, str) or not self.path.strip():
             raise ValueError(
                 f"a data set's path is {self.path!r}: name a .jsonl or .parquet file, a directory, a hub name or the"
-                " dotted path of a callable"
+                " dotted path of a callable, as text"
             )
         check_ranges({"limit": COUNT.called("null takes all rows")}, vars(self), f"{self.path!r}: ")
 
 
 Source = RowSource | DataSource | str
+
+
+def check_source(source: Source) -> None:
+    """Refuse what is no source, before anything is read.
+
+    Raises:
+        ValueError: With what to give.
+    """
+    if isinstance(source, str):
+        DataSource(source)
+    elif isinstance(source, Path):
+        raise ValueError(f"a data set is {source!r}: give its path as text, {str(source)!r}")
+    elif not isinstance(source, DataSource) and (isinstance(source, type) or not callable(source)):
+        raise ValueError(
+            f"a data set is {_shorten(source)}, of the class {type(source).__name__}: give a path, a DataSource, or a"
+            " function without arguments that returns a list of rows, such as `lambda: rows`"
+        )
 
 
 def load_rows(source: Source) -> list[Row]:

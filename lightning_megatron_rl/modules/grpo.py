@@ -16,6 +16,7 @@ from lightning_megatron_rl.data.prompts import PromptDataModule
 from lightning_megatron_rl.environments.base import NAME as ENVIRONMENT
 from lightning_megatron_rl.environments.base import Environment, EpisodeSettings
 from lightning_megatron_rl.environments.guard import GuardedEnvironment
+from lightning_megatron_rl.modules.arguments import check_arguments
 from lightning_megatron_rl.modules.batches import check_prompts, check_samples
 from lightning_megatron_rl.modules.dynamic_sampling import DynamicSampling, Replicas, refill_groups, shuffled_prompts
 from lightning_megatron_rl.modules.evaluation import Evaluation, EvaluationSettings
@@ -129,6 +130,7 @@ class GRPOModule(PolicyModule):
         max_failed_rollouts: int | None = 3,
     ) -> None:
         super().__init__(model=model, train=train, init_from=init_from)
+        check_arguments(type(self).__name__, locals())
         config = loss or GRPOLossConfig()
         check_episodes(environment, episodes, engine)
         check_batch_arithmetic(

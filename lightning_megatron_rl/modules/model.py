@@ -41,6 +41,7 @@ from lightning_megatron_rl.strategy.nonfinite import UpdateTrace
 from lightning_megatron_rl.strategy.optimizer import MegatronOptimizer
 from lightning_megatron_rl.strategy.required import require_megatron
 from lightning_megatron_rl.strategy.schedule import GradientSum
+from lightning_megatron_rl.utilities.kinds import check_kinds
 from lightning_megatron_rl.utilities.notices import finish
 from lightning_megatron_rl.utilities.text_files import user_path
 from lightning_megatron_rl.weights.source import WeightSource
@@ -82,8 +83,7 @@ class ModelModule(CountsRows, RefusesMovedArguments):
 
     def __init__(self, model: str, train: TrainingSettings | None = None, init_from: str | None = None) -> None:
         super().__init__()
-        if not isinstance(train, TrainingSettings | None):
-            raise TypeError(f"{type(self).__name__}: train is a TrainingSettings, not a {type(train).__name__}.")
+        check_kinds({"model": str, "train": TrainingSettings}, locals(), type(self).__name__)
         self.train_settings = train or TrainingSettings()
         if init_from is not None and self.train_settings.lora is not None:
             raise ValueError(

@@ -29,6 +29,7 @@ from lightning_megatron_rl.rewards.base import Reward
 from lightning_megatron_rl.rollout.protocol import RolloutEngine, SamplingParams
 from lightning_megatron_rl.sample import Prompt
 from lightning_megatron_rl.strategy.megatron_configs import check_optimizer_numbers
+from lightning_megatron_rl.utilities.kinds import check_kinds
 from lightning_megatron_rl.utilities.text_files import user_path
 
 if TYPE_CHECKING:
@@ -125,6 +126,7 @@ class PPOModule(GRPOModule):
                 f"loss.advantage={self.loss_config.advantage!r} does nothing: PPOModule's advantages come from its"
                 " critic (critic.gamma, critic.lam)."
             )
+        check_kinds({"critic": CriticSettings}, locals(), type(self).__name__)
         self.critic_settings = critic or CriticSettings()
         if init_from is not None and self.critic_settings.model is None and self.critic_settings.init_from is None:
             raise ValueError(

@@ -12,6 +12,7 @@ from lightning_megatron_rl.models.layers.moe import MoESettings
 from lightning_megatron_rl.models.verification.verify import VerifyModel, check_mode
 from lightning_megatron_rl.planner.budget import WITHOUT_GPU
 from lightning_megatron_rl.strategy.megatron_configs import check_optimizer_numbers
+from lightning_megatron_rl.utilities.kinds import check_kinds
 from lightning_megatron_rl.utilities.ranges import COUNT, check_ranges
 
 if TYPE_CHECKING:
@@ -69,7 +70,13 @@ class TrainingSettings:
         if self.max_tokens_per_microbatch == AUTO:
             del numbers["max_tokens_per_microbatch"]
         check_ranges(numbers, vars(self), "train.")
+        check_kinds({"moe": MoESettings, "lora": LoRASettings}, vars(self), "train")
         check_optimizer_numbers(self.optimizer, "train.optimizer.")
+        if self.lr_scheduler is not None and not callable(self.lr_scheduler):
+            raise ValueError(
+                f"train.lr_scheduler={self.lr_scheduler!r} cannot be called with the optimizer: give a function that"
+                " makes the scheduler, such as functools.partial(torch.optim.lr_scheduler.LinearLR, total_iters=20)"
+            )
         check_mode(self.verify_model)
         if not isinstance(self.model_config, Mapping):
             raise ValueError(

@@ -31,18 +31,23 @@ class Series:
         return Series(self.steps[kept], self.values[kept])
 
     def start(self) -> float:
-        """Return the mean of the first tenth of the finite values, at least three of them."""
+        """Return the mean of the first tenth of the finite values, at least three if the run has six."""
         values = self.finite().values
-        return float(values[: max(3, len(values) // _ENDS)].mean())
+        return float(values[: _size_of_end(len(values))].mean())
 
     def end(self) -> float:
-        """Return the mean of the last tenth of the finite values, at least three of them."""
+        """Return the mean of the last tenth of the finite values, at least three if the run has six."""
         values = self.finite().values
-        return float(values[-max(3, len(values) // _ENDS) :].mean())
+        return float(values[-_size_of_end(len(values)) :].mean())
 
     def is_long(self) -> bool:
         """Whether there are enough finite values to speak of a beginning and an end."""
         return len(self.finite().values) >= LEAST_STEPS
+
+
+def _size_of_end(count: int) -> int:
+    """Return of how many values beginning and end are made: of a short run they share none, but for a single value."""
+    return max(1, count // _ENDS, min(3, count // 2))
 
 
 def smooth(series: Series) -> Series:

@@ -87,7 +87,7 @@ def reward_names(rewards: Sequence[Reward], weights: Sequence[float] | None = No
             "there are no rewards: name at least one, for example lightning_megatron_rl.rewards.math_equal"
         )
     for reward, name in zip(rewards, names, strict=True):
-        if getattr(type(reward), "__call__", None) in (None, Reward.__call__):  # noqa: B004
+        if not callable(reward) or type(reward).__call__ is Reward.__call__:
             raise ValueError(
                 f"the reward {name!r} is a {type(reward).__name__} without a method __call__(samples): a reward is a"
                 " function, or an object, that returns one number per sample"
@@ -112,6 +112,8 @@ def reward_names(rewards: Sequence[Reward], weights: Sequence[float] | None = No
             raise ValueError(
                 f"a reward is called {name!r}, but reward/{name} counts the failures of {of!r}: rename the reward"
             )
+    if weights is not None and not isinstance(weights, list | tuple):
+        raise ValueError(f"reward_weights={weights!r}: give a list, one weight per reward, in the order of the rewards")
     if weights is not None and len(weights) != len(names):
         raise ValueError(f"{len(weights)} reward weights for {len(names)} rewards {names}: give one weight per reward")
     for name, weight in zip(names, weights or [], strict=False):

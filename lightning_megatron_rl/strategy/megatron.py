@@ -51,6 +51,7 @@ from lightning_megatron_rl.strategy.stopping import RunStop, give_exit_code, was
 from lightning_megatron_rl.strategy.wrapping import make_optimizer, wrap_for_training
 from lightning_megatron_rl.utilities.cpus import share_cpus, trainer_threads
 from lightning_megatron_rl.utilities.garbage import LongLived
+from lightning_megatron_rl.utilities.kinds import check_kinds
 from lightning_megatron_rl.utilities.notices import forget
 from lightning_megatron_rl.utilities.ranges import POSITIVE, check_ranges, check_words
 from lightning_megatron_rl.utilities.spans import SpanLog
@@ -147,6 +148,7 @@ class MegatronStrategy(ParallelStrategy):
             expert_tensor_parallel_size=expert_tensor_parallel_size,
             sequence_parallel=sequence_parallel,
         )
+        check_kinds({"nodes": NodeSettings}, locals(), "MegatronStrategy")
         check_ranges({"timeout_s": POSITIVE.called("seconds after which a collective fails")}, locals())
         check_words({"on_nonfinite": OnNonfinite}, locals())
         self.use_distributed_optimizer = use_distributed_optimizer

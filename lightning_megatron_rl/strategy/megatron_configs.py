@@ -10,6 +10,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_megatron_rl.compat.cpu_optimizer import check_cpu_optimizer
 from lightning_megatron_rl.compat.field_rules import Rule, check_settings, dataclass_defaults
+from lightning_megatron_rl.utilities.kinds import check_kinds
 from lightning_megatron_rl.utilities.ranges import COUNT, NOT_NEGATIVE, POSITIVE, PROBABILITY, SHARE, check_ranges
 
 if TYPE_CHECKING:
@@ -95,6 +96,10 @@ def check_optimizer_numbers(config: Optional["OptimizerConfig"], prefix: str = "
     """
     if config is None:
         return
+    from megatron.core.optimizer import OptimizerConfig
+
+    owner, _, name = prefix.rstrip(".").rpartition(".")
+    check_kinds({name: OptimizerConfig}, {name: config}, owner)
     check_ranges(_OPTIMIZER_RANGES, vars(config), prefix)
     if not config.grad_norm_skip_threshold > 0:  # infinite: no step is skipped for its norm
         raise ValueError(
@@ -123,6 +128,7 @@ def resolve_ddp_config(
     """
     from megatron.core.distributed import DistributedDataParallelConfig
 
+    check_kinds({"ddp_config": DistributedDataParallelConfig}, {"ddp_config": config}, "MegatronStrategy")
     if config is None:
         config = DistributedDataParallelConfig(grad_reduce_in_fp32=precision != "bf16-true")
     dropped = _check("ddp_config", config, DDP_RULES, device)

@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_megatron_rl.data import PromptDataModule
+from lightning_megatron_rl.data import DataSource, PromptDataModule
 from lightning_megatron_rl.sample import Prompt
 
 
@@ -304,3 +304,25 @@ def test_resumed_run_keeps_the_order_of_its_checkpoint(
     new = Recorder()  # a run of its own has the order of its own seed
     make_trainer(tmp_path, max_epochs=1).fit(new, data)
     assert new.seen[0][2] != reference.seen[0][2]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"train": Path("rows.jsonl")}, r"a data set is .*Path\('rows\.jsonl'\): give its path as text, 'rows\.jsonl'"),
+        ({"train": [{"prompt": "1+1="}]}, r"of the class list: give a path, a DataSource, or a function without arg"),
+        ({"train": {"path": "rows.jsonl"}}, r"of the class dict: give a path"),
+        ({"val": "rows.jsonl"}, r"data\.val='rows\.jsonl': its metrics need a name; give a dict"),
+        ({"val": DataSource("rows.jsonl")}, r"data\.val=DataSource\(path='rows\.jsonl'.*its metrics need a name"),
+        ({"tokenizer": Path("model")}, r"data\.tokenizer=.*Path\('model'\): name the directory or hub name .* as text"),
+    ],
+    ids=str,
+)
+def test_what_is_no_source_is_refused_before_a_run(options: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        PromptDataModule(**{"train": "rows.jsonl", "tokenizer": "model", "batch_size": 1, **options})
+
+
+def test_path_of_a_source_is_text():
+    with pytest.raises(ValueError, match=r"a data set's path is .*Path\('rows\.jsonl'\): name a .* as text"):
+        DataSource(Path("rows.jsonl"))  # type: ignore[arg-type]

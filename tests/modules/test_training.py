@@ -4,6 +4,7 @@ import inspect
 from dataclasses import replace
 
 import pytest
+from torch.optim import AdamW
 
 from lightning_megatron_rl.modules.dpo import DPOModule
 from lightning_megatron_rl.modules.grpo import GRPOModule
@@ -30,8 +31,23 @@ def test_other_unknown_arguments_are_python_s():
 
 
 def test_second_argument_is_no_optimizer():
-    with pytest.raises(TypeError, match=r"train is a TrainingSettings, not a dict"):
+    with pytest.raises(TypeError, match=r"^SFTModule: train is to be TrainingSettings\(\.\.\.\), not a dict\."):
         SFTModule("nothing", {"lr": 1e-3})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"moe": {"aux_loss_coeff": 0.1}}, r"^train: moe is to be MoESettings\(\.\.\.\), not a dict\."),
+        ({"lora": {"rank": 4}}, r"^train: lora is to be LoRASettings"),
+        ({"optimizer": {"lr": 1e-3}}, r"^train: optimizer is to be OptimizerConfig\(\.\.\.\), not a dict\."),
+        ({"optimizer": AdamW}, r"^train: optimizer is the class AdamW itself"),
+    ],
+    ids=str,
+)
+def test_settings_of_another_class_are_refused(options, message):
+    with pytest.raises(TypeError, match=message):
+        TrainingSettings(**options)
 
 
 def test_subclass_may_have_an_argument_of_that_name():
@@ -55,6 +71,7 @@ def test_subclass_may_have_an_argument_of_that_name():
             r"^train\.max_tokens_per_microbatch='much' must be .* or .auto",
         ),
         ({"recompute": "some"}, r"^train\.recompute='some': choose one of none, full, auto, or a number of layers"),
+        ({"lr_scheduler": "cosine"}, r"^train\.lr_scheduler='cosine' cannot be called with the optimizer"),
         ({"recompute": 0}, r"^train\.recompute=0: choose one of none"),
         ({"recompute": True}, r"^train\.recompute=True: choose one of none"),
         (

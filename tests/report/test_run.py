@@ -204,3 +204,9 @@ def test_the_end_of_a_metric_is_where_its_numbers_end(tmp_path):
     text = write_page([read_run(write_run(tmp_path / "run", 30, metrics))])
     assert "until step 20, then no number, from 0.5<" in text
     assert "policy/loss is no number in 10 of 30 steps, first in 21" in text
+
+
+def test_beginning_and_end_of_a_short_run_have_no_step_in_common():
+    for values, start, end in (([1, 2, 3], 1, 3), ([1, 2, 3, 4], 1.5, 3.5), ([5], 5, 5), (range(1, 8), 2, 6)):
+        series = Series(np.arange(len(values)), np.array(values, dtype=float))
+        assert (series.start(), series.end()) == (start, end)

@@ -51,6 +51,9 @@ def test_reward_name(reward: Reward, name: str):
         ([FormatReward("a", name="pass_at_8")], None, "val/<set>/pass_at_8 is another metric"),
         (length, None, "the rewards are 'length' alone: give a list"),
         ([HTTPJudgeV2], None, r"the reward HTTPJudgeV2 is a class: give an object of it, HTTPJudgeV2\(...\)"),
+        (["math_equal"], None, r"the reward 'str' is a str without a method __call__\(samples\)"),
+        ([length], 1.0, "reward_weights=1.0: give a list"),
+        ([length], {"length": 1.0}, "reward_weights={'length': 1.0}: give a list"),
         ([length], [math.nan], "the weight of the reward 'length' is nan"),
     ],
 )

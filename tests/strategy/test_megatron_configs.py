@@ -9,6 +9,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 
+from lightning_megatron_rl.strategy.megatron import MegatronStrategy
 from lightning_megatron_rl.strategy.megatron_configs import (
     DDP_RULES,
     OPTIMIZER_RULES,
@@ -206,3 +207,15 @@ def test_every_rule_names_a_field_of_megatrons():
         names = {field.name for field in fields(config)}
         for rule in rules:
             assert rule in names or any(name.startswith(rule.removesuffix("*")) for name in names if "*" in rule), rule
+
+
+def test_configs_of_another_class_are_refused():
+    with pytest.raises(TypeError, match=r"^MegatronStrategy: ddp_config is to be DistributedDataParallelConfig\("):
+        resolve_ddp_config(
+            {"overlap_grad_reduce": True},  # type: ignore[arg-type]
+            precision="32-true",
+            use_distributed_optimizer=True,
+            device=torch.device("cpu"),
+        )
+    with pytest.raises(TypeError, match=r"^MegatronStrategy: nodes is to be NodeSettings\(\.\.\.\), not a dict\."):
+        MegatronStrategy(nodes={"timeout_s": 1.0})  # type: ignore[arg-type]
