@@ -157,8 +157,7 @@ class MegatronStrategy(ParallelStrategy):
         self.nodes = nodes or NodeSettings()
         self.offloads = check_parts(offload_while_sampling)
         self.on_nonfinite = on_nonfinite
-        self.save_on_interrupt = save_on_interrupt
-        self.async_save = async_save
+        self.save_on_interrupt, self.async_save = save_on_interrupt, async_save
         self.verify_checkpoints = verify_checkpoints
         self.fall_back_to_previous = fall_back_to_previous
         self.num_nodes = 1
