@@ -9,6 +9,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
+from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_megatron_rl.callbacks.hf_export import HFExport
 from lightning_megatron_rl.callbacks.rollout_samples import RolloutSamples
@@ -73,8 +74,13 @@ class RunProgress(ProgressBar):
         self._enabled = False
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Log where the outputs will be."""
+        """Log where the outputs will be, and warn of a run whose weights will be nowhere."""
         self._started, self._first, self._unsaid = time.monotonic(), None, None
+        if saves_nothing(trainer):
+            rank_zero_warn(
+                "no checkpoint will be saved: a ModelCheckpoint without settings saves after validations, and this run"
+                " ends before the first one. Give it save_last: link or every_n_train_steps, or add HFExport."
+            )
         for name, place in outputs(trainer):
             self._line(f"{name}: {place}")
 
@@ -202,7 +208,7 @@ def outputs(trainer: pl.Trainer) -> list[tuple[str, str]]:
         if place is not None:
             found.append((f"metrics ({type(logger).__name__})", str(place)))
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, ModelCheckpoint) and callback.dirpath is not None:
+        if isinstance(callback, ModelCheckpoint) and callback.dirpath is not None and not saves_nothing(trainer):
             found.append(("checkpoints", str(callback.dirpath)))
         elif isinstance(callback, HFExport):
             found.append(("Hugging Face model", str(callback.dirpath)))
@@ -211,6 +217,27 @@ def outputs(trainer: pl.Trainer) -> list[tuple[str, str]]:
         elif isinstance(callback, RunLog) and callback.path is not None:
             found.append(("log", str(callback.path)))
     return found
+
+
+def saves_nothing(trainer: pl.Trainer) -> bool:
+    """Return whether the run has a place for checkpoints and nothing that would save its weights, as far as is known.
+
+    Lightning adds a `ModelCheckpoint` where the user gives none. With ``check_val_every_n_epoch: null``, which counts
+    batches between validations, it saves after these alone.
+    """
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    saving = [callback for callback in callbacks if isinstance(callback, ModelCheckpoint)]
+    if not saving or any(isinstance(callback, HFExport) for callback in callbacks):
+        return False
+    usual = ModelCheckpoint().state_key  # it has what decides when a checkpoint is saved
+    if any(callback.save_last or callback.state_key != usual for callback in saving):
+        return False
+    if trainer.check_val_every_n_epoch is not None or trainer.val_check_batch is None:
+        return False
+    batches, total = trainer.num_val_batches, planned_steps(trainer)
+    if not sum(batches if isinstance(batches, list) else [batches]):
+        return True
+    return total is not None and trainer.val_check_batch > total
 
 
 def bar(step: int, total: int | None) -> str:

@@ -3,12 +3,13 @@
 import os
 import pty
 import re
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_megatron_rl.callbacks.hf_export import HFExport
@@ -16,6 +17,7 @@ from lightning_megatron_rl.callbacks.rollout_samples import RolloutSamples
 from lightning_megatron_rl.callbacks.run_progress import RunProgress, bar, describe, duration, outputs, planned_steps
 from tests.training import fit_sft
 
+ALONE = {"init_process_group": False}
 METRICS = {
     "reward/mean": 0.4375,
     "policy/loss": 1.5e-3,
@@ -90,6 +92,46 @@ def test_outputs_are_named(tmp_path):
     assert [place for _, place in outputs(trainer)] == [
         str(tmp_path / "logs") + "/", str(tmp_path / "checkpoints"), str(tmp_path / "hf"), str(samples.directory),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("interval", "limit", "options", "is_lost"),
+    [
+        (4, 1.0, {}, True),  # the run has three steps
+        (3, 1.0, {}, False),
+        (2, 0, {}, True),
+        (4, 1.0, {"save_last": "link"}, False),
+        (4, 1.0, {"every_n_train_steps": 2}, False),
+    ],
+)
+def test_a_run_that_saves_nothing_says_so(worker_pool, qwen3_dir, tmp_path, interval, limit, options, is_lost):
+    trainer = {"val_check_interval": interval, "limit_val_batches": limit}
+    arguments = (qwen3_dir, tmp_path, trainer, options)
+    told, shown, files = worker_pool.run(fit_with_default_checkpoints, *arguments, world_size=1, **ALONE)[0]
+    assert told == is_lost
+    assert ("checkpoints" in shown) != is_lost
+    assert bool(files) != is_lost
+
+
+def fit_with_default_checkpoints(
+    model: Path, directory: Path, trainer: dict[str, Any], options: dict[str, Any]
+) -> tuple[bool, list[str], list[str]]:
+    """Whether a fit of three steps warns, what it says of outputs, and the checkpoints that it leaves."""
+    callbacks = [Outputs(), *([ModelCheckpoint(directory / "checkpoints", **options)] if options else [])]
+    usual = {"enable_checkpointing": True, "enable_progress_bar": True, "check_val_every_n_epoch": None}
+    trainer = {**usual, "default_root_dir": directory, **trainer}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit_sft(model, {}, 1, steps=3, callbacks=[RunProgress(), *callbacks], trainer=trainer)
+    told = any("no checkpoint will be saved" in str(warning.message) for warning in caught)
+    return told, callbacks[0].names, [path.name for path in (directory / "checkpoints").glob("*.ckpt")]
+
+
+class Outputs(Callback):
+    """Keeps the names of a run's outputs."""
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self.names = [name for name, _ in outputs(trainer)]
 
 
 def said(model: Path, world_size: int, *, terminal: bool) -> str:
