@@ -130,8 +130,8 @@ def test_every_number_of_every_class_has_a_range():
     assert complaints == []
 
 
-# looked at when an engine starts or a model is built, beside what the machine has
-LATER = {"device", "dtype", "layer_backend", "weight_transfer"}
+# looked at when a model is built, beside what the machine has
+LATER = {"layer_backend"}
 
 
 def words_of(annotation: Any) -> tuple[Any, ...]:

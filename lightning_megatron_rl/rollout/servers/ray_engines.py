@@ -16,6 +16,7 @@ from lightning_megatron_rl.rollout.servers.pool import ServerPool
 from lightning_megatron_rl.rollout.servers.ray_messages import News, Order
 from lightning_megatron_rl.rollout.servers.ray_places import RayPlaces
 from lightning_megatron_rl.rollout.vllm.engine import VLLMEngine
+from lightning_megatron_rl.rollout.vllm.settings import Dtype
 from lightning_megatron_rl.utilities.ranges import COUNT, POSITIVE, check_ranges
 
 log = logging.getLogger(__name__)
@@ -63,7 +64,7 @@ class RayEngines(ServerPool):
         num_cpus: float | None = None,
         resources: dict[str, float] | None = None,
         max_model_len: int = 2048,
-        dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+        dtype: Dtype = "auto",
         kv_cache_memory_gb: float | None = None,
         gpu_memory_utilization: float = 0.9,
         max_num_seqs: int = 256,

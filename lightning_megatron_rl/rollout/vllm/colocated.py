@@ -37,10 +37,11 @@ from lightning_megatron_rl.rollout.vllm.process import named_memory
 from lightning_megatron_rl.rollout.vllm.settings import (
     ENGINE_RANGES,
     FP32_ENVIRONMENT,
+    Dtype,
     engine_environment,
     llm_arguments,
 )
-from lightning_megatron_rl.utilities.ranges import check_ranges
+from lightning_megatron_rl.utilities.ranges import check_ranges, check_words
 from lightning_megatron_rl.weights.cuda_memory import identity
 from lightning_megatron_rl.weights.source import WeightSource
 from lightning_megatron_rl.weights.transports.base import Sent
@@ -107,7 +108,7 @@ class ColocatedVLLMEngine(RolloutEngine):
         self,
         tensor_parallel_size: int = 1,
         max_model_len: int = 2048,
-        dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+        dtype: Dtype = "auto",
         kv_cache_memory_gb: float = 2.0,
         max_num_seqs: int = 256,
         enforce_eager: bool = True,
@@ -117,6 +118,7 @@ class ColocatedVLLMEngine(RolloutEngine):
         vllm_args: dict[str, Any] | None = None,
     ) -> None:
         check_ranges(ENGINE_RANGES, locals(), "engine.")
+        check_words({"dtype": Dtype}, locals(), "engine.")
         check_vllm_args(vllm_args or {})
         self.tensor_parallel_size = tensor_parallel_size
         self.max_model_len = max_model_len

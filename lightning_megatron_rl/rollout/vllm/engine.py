@@ -19,6 +19,7 @@ from lightning_megatron_rl.rollout.vllm.installation import (
 from lightning_megatron_rl.rollout.vllm.process import child_environment
 from lightning_megatron_rl.rollout.vllm.settings import (
     ENGINE_RANGES,
+    Dtype,
     compiles,
     current_device,
     engine_devices,
@@ -29,7 +30,7 @@ from lightning_megatron_rl.rollout.vllm.settings import (
 from lightning_megatron_rl.rollout.vllm.supervision import SupervisedEngine
 from lightning_megatron_rl.utilities.cpus import openmp_defaults, sampler_threads, usable_cpus
 from lightning_megatron_rl.utilities.masking import unmasked_environment
-from lightning_megatron_rl.utilities.ranges import COUNT, COUNT_OR_NONE, POSITIVE, Range, check_ranges
+from lightning_megatron_rl.utilities.ranges import COUNT, COUNT_OR_NONE, POSITIVE, Range, check_ranges, check_words
 from lightning_megatron_rl.utilities.spans import JOIN_S, SpanLog
 from lightning_megatron_rl.weights.cuda_memory import identity, reach_each_other
 from lightning_megatron_rl.weights.transports.base import Transport
@@ -38,6 +39,10 @@ from lightning_megatron_rl.weights.transports.ipc import IPCTransport
 from lightning_megatron_rl.weights.transports.nccl import NCCLTransport
 
 log = logging.getLogger(__name__)
+
+Device = Literal["auto", "cpu", "cuda"]
+Compilation = Literal["auto", "full", "graphs"]
+Ways = Literal["auto", "ipc", "nccl", "shared_memory"]  # of weights
 
 
 class VLLMEngine(SupervisedEngine):
@@ -90,18 +95,18 @@ class VLLMEngine(SupervisedEngine):
     def __init__(
         self,
         max_model_len: int = 2048,
-        dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
-        device: Literal["auto", "cpu", "cuda"] = "auto",
+        dtype: Dtype = "auto",
+        device: Device = "auto",
         kv_cache_memory_gb: float | None = None,
         gpu_memory_utilization: float = 0.5,
         max_num_seqs: int = 256,
         enforce_eager: bool | None = None,
-        compilation: Literal["auto", "full", "graphs"] = "auto",
+        compilation: Compilation = "auto",
         num_threads: int | None = None,
         tensor_parallel_size: int = 1,
         devices: list[int] | None = None,
         sleep_level: Literal[0, 1, 2] = 0,
-        weight_transfer: Literal["auto", "ipc", "nccl", "shared_memory"] | Transport = "auto",
+        weight_transfer: Ways | Transport = "auto",
         bucket_mb: int = 512,
         start_timeout_s: float = 300,
         call_timeout_s: float = 600,
@@ -121,8 +126,9 @@ class VLLMEngine(SupervisedEngine):
             "max_restarts": COUNT_OR_NONE,
         }
         check_ranges(ranges, locals(), "engine.")
-        if compilation not in ("auto", "full", "graphs"):
-            raise ValueError(f"compilation={compilation!r} is none of 'auto', 'full', 'graphs'")
+        check_words({"dtype": Dtype, "device": Device, "compilation": Compilation}, locals(), "engine.")
+        if isinstance(weight_transfer, str):
+            check_words({"weight_transfer": Ways}, locals(), "engine.")
         check_vllm_args(vllm_args or {})
         self.compilation = compilation
         self.num_tokens: int | None = None  # that the run will sample, if that is known

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Collection
 from importlib.metadata import entry_points
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -11,6 +11,7 @@ from lightning_megatron_rl.utilities.ranges import COUNT, POSITIVE, SEED, Range
 from lightning_megatron_rl.utilities.remote_code import trusts_remote_code
 from lightning_megatron_rl.weights.transports.base import BACKEND
 
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 CPU_EXTENSION = "lightning_megatron_rl.weights.transports.host.SharedWeightsReceiver"
 LOCAL_WORKER = "lightning_megatron_rl.rollout.vllm.local_worker.LocalWorker"
 CUDA_EXTENSION = "lightning_megatron_rl.weights.transports.receiver.WeightReceiver"
