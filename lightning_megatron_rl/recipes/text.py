@@ -87,7 +87,7 @@ def _trainer(choices: Choices, run: Run) -> list[str]:
         "pipeline_model_parallel_size": (
             layout.pipeline_model_parallel_size,
             1,
-            "splits the layers: too large for a machine",
+            "splits the layers into stages, which send each other little",
         ),
         "context_parallel_size": (layout.context_parallel_size, 1, "splits long sequences"),
         "expert_model_parallel_size": (layout.expert_model_parallel_size, 1, "shares out the experts"),
