@@ -20,6 +20,7 @@ from lightning_megatron_rl.utilities.ranges import COUNT, COUNT_OR_NONE, FINITE,
 
 _BOXED = "\\boxed{"
 _NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:/\d+)?")  # of the list "1,2" each
+_POINT = re.compile(r"(?<![\w.])\.(?=\d)")  # of ".5"
 _THOUSANDS = re.compile(r"-?\d{1,3}(?:,\d{3})+(?:\.\d+)?")  # not the list "1,2"
 _RANGES = {
     "num_generations": COUNT_OR_NONE.called("0 draws only the one response of validation_sampling"),
@@ -235,7 +236,7 @@ def vote(response: str, pattern: str | None = None) -> str | None:
             if depth == 0:
                 boxed = response[start + len(_BOXED) : position].strip()
                 return boxed.replace(",", "") if _THOUSANDS.fullmatch(boxed) else boxed
-    numbers = _NUMBER.findall(response)
+    numbers = _NUMBER.findall(_POINT.sub("0.", response))
     return numbers[-1].replace(",", "") if numbers else response.strip()
 
 

@@ -46,7 +46,7 @@ os._exit(0)
 """
 # of any language: each closes with its own; one within a line is no block
 _FENCE = re.compile(r"```[^`\n]+```|```[ \t]*([^\s`]*)[^\n`]*\n(.*?)```", re.DOTALL)
-_LANGUAGES = ("", "python", "py", "python3")
+_PYTHON = ("python", "py", "python3")
 # of a Python test whose every statement is one of these, nothing can fail
 _IDLE = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Pass)
 
@@ -54,11 +54,11 @@ _IDLE = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.Im
 class CodeTests:
     """1.0 where the code in the response passes all tests of its prompt, in the sandbox.
 
-    The code is the last block between ``` fences that is Python or names no language, or the whole response. The tests
-    are a column of the data set, a list (or JSON of one): either Python, each item run after the code (``assert add(1,
-    2) == 3``), or objects with "input" and "output": the code is then a program whose standard output must be that, up
-    to spaces at line ends. Python tests run in the code's own process, and code that searches its memory for the tests'
-    outcome could forge it; programs with input and output are judged from outside.
+    The code is the last block between ``` fences that is Python, else the last that names no language, else the whole
+    response. The tests are a column of the data set, a list (or JSON of one): either Python, each item run after the
+    code (``assert add(1, 2) == 3``), or objects with "input" and "output": the code is then a program whose standard
+    output must be that, up to spaces at line ends. Python tests run in the code's own process, and code that searches
+    its memory for the tests' outcome could forge it; programs with input and output are judged from outside.
 
     Args:
         tests_column: Column with the tests.
@@ -172,14 +172,16 @@ class CodeTests:
 
 
 def extract_code(response: str) -> str:
-    """Return the last fenced block of a response that is Python or of no language, or all of it if it has none.
+    """Return the last fenced block of a response that is Python, else the last of no language, else all of it.
 
-    The code of a block that is indented as a whole, in a list say, is not.
+    A block of no language behind the code is what it prints. The code of a block that is indented as a whole, in a list
+    say, is not.
 
     Example:
         ``extract_code("So:\\n```python\\nx = 1\\n```") == "x = 1\\n"``
     """
-    blocks = [code for language, code in _FENCE.findall(response) if code and language.lower() in _LANGUAGES]
+    found = [(language.lower(), code) for language, code in _FENCE.findall(response) if code]
+    blocks = [code for language, code in found if language in _PYTHON] or [code for name, code in found if not name]
     return textwrap.dedent(blocks[-1]) if blocks else response
 
 

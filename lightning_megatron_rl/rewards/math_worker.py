@@ -13,7 +13,7 @@ import sys
 from decimal import Decimal
 from typing import Any
 
-_DELIMITED = re.compile(r"\$|\\boxed|\\\(|\\\[")  # says itself where the mathematics is
+_DELIMITED = re.compile(r"(?<!\\)\$|\\boxed|\\\(|\\\[")  # says itself where the mathematics is
 _TEXT = re.compile(r"\\(?:text|textbf|mathrm|mbox)\{[^{}]*\}")
 _SHORT = "(?i:cm|mm|km|kg|mg|ml|ft|in|yd|mi|lb|oz|hr|am|pm|to|of|is|at|on|by|an|no)"  # other two letters are a product
 _WORD = re.compile(rf"(?<!\S)(?!(?:or|and)\b)(?:[A-Za-z]{{3,}}|{_SHORT}\b)")  # "18 dollars", not the "xy" of "2xy+1"
@@ -24,6 +24,9 @@ _SIGNS |= {"½": " 1/2", "⅓": " 1/3", "⅔": " 2/3", "¼": " 1/4", "¾": " 3/4
 _POWER = re.compile(r"(?<![\w.\\])(\d+(?:\.\d+)?)[eE]([+-]?\d{1,2})(?!\w|\.\d)")  # "5e-05", not "2e" or "e^2"
 # "1\\,234", "12 345 678"; not the mixed number of "2 125/250"
 _THOUSANDS = re.compile(r"(?<![\w.,}])([1-9]\d{0,2})((?:(?:\\[,;: ]|[ ~])\d{3})+)(?![\d/]|\s*\\d?t?frac)")
+_DOLLAR = re.compile(r"(?<!\\)\\\$")  # a sum of money, no delimiter; not behind the end of a line, two backslashes
+_BEHIND_WORD = re.compile(r"(?<=\w)(?=\\\$)")  # the dollar of "US\$5"
+_POINT = re.compile(r"(?<![\w.,})\]])\.(?=\d)")  # of "-.5"
 _PERCENT = re.compile(r"(\\boxed\s*\{(?:[^{}]|\{[^{}]*\})*?)(?:\\[,;! ])?\s*(?:\\?%|percent)\s*\}")
 _ROOT = re.compile(r"(?:√|(?<![\\A-Za-z])sqrt)\s*(?:(\d+(?:\.\d+)?|[A-Za-z])|\(([^()]+)\)|\{([^{}]+)\})")
 _NAME = re.compile(r"(?<![\\A-Za-z])(pi|ln|log(?!\d)|exp|sin|cos|tan|cot|csc|arcsin|arccos|arctan)(?![A-Za-z])")
@@ -37,7 +40,7 @@ def as_latex(text: str) -> str:
     r"""Write signs, names of functions, roots and mixed numbers as LaTeX, where math-verify would read something else.
 
     It takes "pi" for i times p, "log 2" for 2, "2√3" for 2, "5e-05" for 5, and "2 1/2" for a product, or for 2 alone.
-    In a box it sees no number before a percent sign, and a sum in "1 234".
+    In a box it sees no number before a percent sign, and a sum in "1 234"; outside none in "\$18" and "-.5".
 
     Example:
         ``as_latex("2√3 + log 2") == "2\\sqrt{3} + \\log 2"``; ``as_latex("2 1/2 hours") == "5/2 hours"``;
@@ -45,6 +48,8 @@ def as_latex(text: str) -> str:
     """
     for sign, command in _SIGNS.items():
         text = text.replace(sign, command)
+    text = _DOLLAR.sub("", _BEHIND_WORD.sub(" ", text))
+    text = _POINT.sub("0.", text)
     text = _PERCENT.sub(r"\1}", text)
     text = _THOUSANDS.sub(lambda found: found[1] + re.sub(r"\D", "", found[2]), text)
     text = _POWER.sub(lambda found: format(Decimal(found[0]), "f"), text)

@@ -27,11 +27,15 @@ class ServiceReward(ABC):
     def __init__(
         self, url: str, name: str, batch_size: int, concurrency: int, timeout_s: float, token_variable: str | None
     ) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        try:
+            parts = urlsplit(url)
+            has_place = bool(parts.hostname) and parts.port != 0
+        except ValueError as error:
+            raise ValueError(f"url={url!r} of the reward {name!r} cannot be one: {error}") from error
+        if parts.scheme not in ("http", "https") or not has_place:
             raise ValueError(f"url={url!r} of the reward {name!r}: give http://host:port/path or https://...")
         if parts.username or parts.password:
-            raise ValueError(f"the url of the reward {name!r} holds a password: name token_variable instead")
+            raise ValueError(f"the url of the reward {name!r} holds a password. Name token_variable instead")
         check_ranges({"batch_size": COUNT, "concurrency": COUNT, "timeout_s": POSITIVE}, locals(), f"reward {name!r}: ")
         self.url = url
         self.name = name

@@ -11,11 +11,12 @@ _SECRET_NAME = re.compile(
     r"(?:^|_)(?:token|secret|password|passwd|passphrase|pwd|api_?key|access_?key(?:_id)?|private_?key|credentials?"
     r"|authorization|bearer|cookie|(?:auth|pass|connection_string|dsn)$)(?:$|_)"
 )
-_PLACE = re.compile(r"_(?:file|path)$")  # where a secret is
+_PLACE = re.compile(r"_(?:file|path|variable)$")  # where a secret is
 _KEY = re.compile(r"[A-Z0-9_]*KEY")  # a variable of the environment: OPENAI_KEY
-# eos_token and the like: pieces of text
+# eos_token and the like: pieces of text; moe_token_dispatcher_type
 _TEXT_TOKEN = re.compile(
-    r"(?:^|_)(?:(?:pad|eos|bos|unk|mask|sep|cls|stop|start|end|special|image|think)_token|token_ids?)(?:$|_)"
+    r"(?:^|_)(?:(?:pad|eos|bos|unk|mask|sep|cls|stop|start|end|special|image|think|moe|per)_token"
+    r"|token_(?:ids?|threshold))(?:$|_)"
 )
 # by how well-known services write theirs
 _SECRET_VALUE = re.compile(

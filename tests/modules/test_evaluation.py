@@ -115,6 +115,8 @@ def _matcher():
         ("1,234,567.5 m", None, "1234567.5"),
         ("the roots are 1,2", None, "2"),  # a list, not the vote of "12"
         ("x = 10,2000", None, "2000"),
+        ("It is .5.", None, "0.5"),  # not the vote of "5"
+        ("x = -.25", None, "-0.25"),
         (" Paris ", None, "Paris"),
         ("<a>1</a> <a> 2 </a>", "<a>(.*?)</a>", "2"),
         ("nothing", "<a>(.*?)</a>", None),

@@ -113,6 +113,15 @@ from tests.rewards.samples import make_sample
         (r"$1\,234.5$", "1234.5", 1.0),
         ("1234", r"1\,234", 1.0),
         ("2 125/250", "2.5", 1.0),  # a mixed number still
+        (r"She makes \$18 every day.", "18", 1.0),  # sums of money, as Markdown has them
+        (r"The total is **\$1,200**.", "1,200", 1.0),
+        (r"She makes 9 * 2 = \$19 every day.", "18", 0.0),
+        (r"It is US\$5, so -\$7 in all.", "-7", 1.0),
+        (r"\boxed{\$18.50}", r"\$18.50", 1.0),
+        (r"$2 \times 9 = \$18$", "18", 1.0),
+        ("x is -.5", "-0.5", 1.0),
+        ("It costs $.50.", "0.5", 1.0),
+        ("0.5", ".5", 1.0),
     ],
 )
 def test_math_equal(response: str, answer: str, expected: float):

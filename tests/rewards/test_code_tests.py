@@ -160,6 +160,13 @@ def test_extract_code():
     assert extract_code("x = 1") == "x = 1"
 
 
+def test_what_a_program_prints_is_not_taken_for_the_program(reward):
+    """A block without a language behind the code was the code: right answers with an example of output had 0."""
+    response = f"```python\n{RIGHT}```\nIt prints:\n```\n3\n```"
+    assert extract_code(response) == RIGHT
+    assert reward([with_tests(response)]) == [1.0]
+
+
 @pytest.mark.parametrize("language", ["text", "bash", "c++", "json title=in"])
 def test_a_block_of_another_language_does_not_move_the_fences(reward, language):
     """Its end was taken for the beginning of a block, and what stands between the two for the code."""

@@ -148,7 +148,9 @@ def test_slow_service_costs_no_more_than_the_deadline():
     [
         ({"url": "localhost:8000"}, "give http://host:port"),
         ({"url": "ftp://host/x"}, "give http://host:port"),
-        ({"url": "http://user:secret@host/x"}, "holds a password: name token_variable"),
+        ({"url": "http://host:80800/x"}, "url='http://host:80800/x' .* Port out of range"),
+        ({"url": "http://[::1/x"}, "of the reward 'http'"),
+        ({"url": "http://user:secret@host/x"}, "holds a password. Name token_variable"),
         ({"url": "http://host", "batch_size": 0}, "batch_size=0"),
         ({"url": "http://host", "timeout_s": 0.0}, "timeout_s=0.0"),
     ],

@@ -29,7 +29,8 @@ def test_names_of_secrets(name):
         "max_tokens", "tokenizer", "max_tokens_per_microbatch", "eos_token", "pad_token_id", "token_ids",
         "prompt_token_id", "TOKENIZERS_PARALLELISM",
         "add_special_tokens", "answer_key", "monitor", "OMP_NUM_THREADS", "VLLM_LOGGING_LEVEL", "PATH", "author",
-        "bypass", "SSH_AUTH_SOCK", "KEYBOARD", "token_file", "RAY_AUTH_TOKEN_PATH",
+        "bypass", "SSH_AUTH_SOCK", "KEYBOARD", "token_file", "RAY_AUTH_TOKEN_PATH", "token_variable",
+        "moe_token_dispatcher_type", "moe_token_drop_policy", "num_experts_per_token", "long_prefill_token_threshold",
     ],
 )  # fmt: skip
 def test_names_of_other_things(name):
@@ -81,6 +82,20 @@ def test_written_configs_hold_no_secret_and_the_run_has_it(tmp_path, capsys):
         assert "hunter2" not in text
         env = yaml.safe_load(text)["model"]["init_args"]["engine"]["init_args"]["env"]
         assert env == {"HF_TOKEN": MASK, "PROXY": f"http://me:{MASK}@proxy", "OMP_NUM_THREADS": "2"}
+
+
+def test_a_written_config_keeps_the_names_of_variables_and_of_dispatchers(tmp_path, capsys):
+    """Both were masked as secrets, so that no run could be started with the config that another had written."""
+    judge = {"class_path": "lightning_megatron_rl.rewards.HTTPReward", "init_args": {"url": "http://judge:8000"}}
+    judge["init_args"]["token_variable"] = "JUDGE_TOKEN"
+    config = changed(GRPO, tmp_path / "config.yaml", "model.init_args.rewards", [judge])
+    arguments = ("--config", config, "--model.train.model_config", "{moe_token_dispatcher_type: alltoall}")
+    with pytest.raises(SystemExit):
+        build("fit", *arguments, "--print_config")
+    (tmp_path / "written.yaml").write_text(capsys.readouterr().out)
+    built = build("fit", "--config", tmp_path / "written.yaml").model
+    assert built.rewards[0].token_variable == "JUDGE_TOKEN"
+    assert built.train_settings.model_config == {"moe_token_dispatcher_type": "alltoall"}
 
 
 def test_a_masked_value_comes_from_the_environment_or_is_refused(monkeypatch):
