@@ -137,6 +137,8 @@ def test_overlays_have_all_gpus_of_a_node_with_more_than_eight(capsys):
         (["--model.model", "Qwen/Qwen3-9B"], "unknown model 'Qwen/Qwen3-9B'.*nearest: .*Qwen/Qwen3-"),
         (["--respons_tokens", "8"], "plan: error: unknown option --respons_tokens; did you mean --response-tokens"),
         (["--devices", "0"], "--devices 0: it is a number, at least 1"),
+        (["--response-tokens", "9000"], "responses of 9000 tokens to plan with > sampling.max_tokens = 4096"),
+        (["--prompt-tokens", "513"], "prompts of 513 tokens to plan with > engine.max_model_len - sampling.max_tokens"),
         (["--trainer.strategy", "ddp"], "trainer.strategy=ddp: plans are for MegatronStrategy"),
         (["--out", "x"], "--out x without --search"),
         (["--search", "--out", __file__], r"--out=.*test_command.py' cannot be written: .* directory"),
