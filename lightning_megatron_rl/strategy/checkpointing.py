@@ -54,6 +54,7 @@ class RunCheckpoints:
         """Return sharded weights per chunk, and the module's state outside `model`."""
         if not self.is_set_up:
             return {}
+        self._strategy.reload()  # a hook may save while a sampler works, which is in a validation
         self._strategy.gather_parameters()
         return {**self._contents().weights(), "other": state_outside_model(self._strategy.trainer.lightning_module)}
 
