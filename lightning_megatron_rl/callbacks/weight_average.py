@@ -112,6 +112,7 @@ class WeightAverage(Callback):
     def on_exception(self, trainer: pl.Trainer, pl_module: Any, exception: BaseException) -> None:
         """Forget the run's average; the model has its own weights again, without a word to the other ranks."""
         if self._in_place is not None:
+            trainer.strategy.reload()  # type: ignore[attr-defined]  # a sampler may have been at work
             self._in_place.__exit__(type(exception), exception, exception.__traceback__)
         self._average = self._in_place = None
 

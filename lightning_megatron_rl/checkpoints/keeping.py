@@ -53,6 +53,7 @@ class CheckpointKeeper:
         self._timeout_s = 0.0
         self._queue = SaveQueue()
         self._queue_group: dist.ProcessGroup | None = None  # of all ranks, for the queue's thread alone
+        self._under_way: set[Path] = set()  # what was given to the queue since the last `finish`
         self._newest: dict[Path, SavedLast] = {}  # by directory
         self._locks: dict[Path, Lock] = {}  # on the directories that this fit saves into, on rank 0
         self._outlived: list[Path] = []  # to be removed as soon as no link points to them
@@ -166,7 +167,13 @@ class CheckpointKeeper:
             OSError: One could not be written, on every rank.
         """
         with self._phase("checkpoint save"):
+            self._under_way.clear()
             self._queue.wait()
+
+    def finish_if_under_way(self, path: Path) -> None:
+        """Wait if `path` may not be complete yet, before it is written again; a collective then."""
+        if path in self._under_way:
+            self.finish()
 
     def keep(self, checkpoint: PendingCheckpoint, *, later: bool) -> None:
         """Write a checkpoint: now, or beside training, only within a fit, which can wait for it."""
@@ -178,6 +185,7 @@ class CheckpointKeeper:
             self._remove_outlived()
             rank_zero_info(f"{checkpoint.path}: complete after {checkpoint.age_s:.2f} s.")
             return
+        self._under_way.add(checkpoint.path)
         group, waited_s = self._own_group(), checkpoint.age_s
 
         def write() -> None:

@@ -187,6 +187,8 @@ class CheckpointSaver:
             self._keeper.finish()
             states = contents.optimizer_states(sharded, is_loading=False)
             sharded.update({name: optimizer_state.sharded() for name, optimizer_state in states.items()})
+        else:  # two callbacks may have one last.ckpt
+            self._keeper.finish_if_under_way(path)
         description = {
             "layout": asdict(run.layout),
             "world_size": run.world_size,

@@ -46,6 +46,7 @@ class AveragedWeights:
         self._chunks = list(chunks)
         self._counts_start = counts_start
         self.tensors: list[Tensor] = []  # per slice: fp32 [elements]
+        self._kept: list[Tensor] | None = None  # the model's own weights per slice, while it has the average
         self.restart()
 
     @torch.no_grad()
@@ -72,13 +73,28 @@ class AveragedWeights:
 
         After an error each rank takes back only what its optimizer steps: it may have come up on this rank alone.
         """
-        kept = self._exchange(self.tensors)
+        kept = self._kept = self._exchange(self.tensors)
         try:
             yield
         except BaseException:
             self._write(kept)
             raise
+        finally:
+            self._kept = None
         self._exchange(kept)
+
+    @contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Let the model have its own weights inside of `in_place`, too, for a checkpoint; a collective there.
+
+        After an error the model keeps them.
+        """
+        if self._kept is None:
+            yield
+            return
+        self._exchange(self._kept)
+        yield
+        self._exchange(self.tensors)
 
     def keep_in_place(self) -> None:
         """Let the model and the optimizer's main parameters have the average from now on; a collective."""

@@ -1,6 +1,7 @@
 """`RunCheckpoints`: Lightning's checkpoint hooks for a strategy's model, optimizers and settings."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +54,7 @@ class RunCheckpoints:
         """Return sharded weights per chunk, and the module's state outside `model`."""
         if not self.is_set_up:
             return {}
+        self._strategy.reload()  # a hook may save while a sampler works, which is in a validation
         self._strategy.gather_parameters()
         return {**self._contents().weights(), "other": state_outside_model(self._strategy.trainer.lightning_module)}
 
@@ -73,7 +75,9 @@ class RunCheckpoints:
         note_due_validation(checkpoint, trainer)
         in_fit = is_fitting(trainer)
         optimizers = [saved[_OPTIMIZER] for saved in checkpoint.pop("optimizer_states", [])]
-        with self._strategy.phase("checkpoint save"):
+        with self._strategy.phase("checkpoint save"), ExitStack() as stack:
+            for average in self._strategy.averages.values():  # the model may have it, in a validation
+                stack.enter_context(average.set_aside())
             path, later = Path(broadcast(str(filepath))), in_fit and self._strategy.async_save
             self._saver.save(path, checkpoint, self._contents(optimizers), self._facts(), in_fit=in_fit, later=later)
         if in_fit and trainer.is_global_zero:

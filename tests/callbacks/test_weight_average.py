@@ -14,6 +14,7 @@ from lightning_megatron_rl.callbacks.hf_export import HFExport
 from lightning_megatron_rl.callbacks.weight_average import WeightAverage
 from lightning_megatron_rl.callbacks.weight_sync import WeightSync
 from lightning_megatron_rl.modules.reference import ReferenceSettings
+from tests.checkpoints.test_keeping import shards
 from tests.lightning_runs import StockModule, trainers
 from tests.modules.runs import fit_grpo, prompts
 from tests.selection import by_default
@@ -224,6 +225,41 @@ def test_validation_and_export_use_the_average(worker_pool, qwen3_dir, tmp_path)
     exported = load_file(tmp_path / "hf" / "last" / "model.safetensors")
     for name, weight in runs[0]["with"]["end"].items():
         assert torch.equal(exported[name], weight)
+
+
+class SavesInValidation(pl.Callback):
+    """Saves after the second step and within the validation that follows, and looks at the weights around that."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.goes_on = False
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 2:
+            trainer.save_checkpoint(self.directory / "before.ckpt")
+
+    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        if trainer.global_step == 2:
+            before = [parameter.detach().clone() for parameter in pl_module.parameters()]
+            trainer.save_checkpoint(self.directory / "during.ckpt")
+            pairs = zip(before, pl_module.parameters(), strict=True)
+            self.goes_on = all(torch.equal(was, parameter) for was, parameter in pairs)
+
+
+def save_in_a_validation(model: Path, directory: Path, world_size: int) -> tuple[bool, bool]:
+    """Whether the validation went on with the average, and whether both checkpoints have the same tensors."""
+    saves = SavesInValidation(directory)
+    trainer = {"val_check_interval": 2, "check_val_every_n_epoch": None}
+    fit_sft(model, {}, world_size, callbacks=[WeightAverage(DECAY), saves], trainer=trainer)
+    return saves.goes_on, shards(directory / "before.ckpt") == shards(directory / "during.ckpt")
+
+
+def test_checkpoint_of_a_validation_has_the_weights_themselves(worker_pool, qwen3_dir, tmp_path):
+    """A callback of the user's may save there: a run that was resumed from the average would go on from it."""
+    arguments = (save_in_a_validation, qwen3_dir, tmp_path, 2)
+    for goes_on, same in worker_pool.run(*arguments, world_size=2, init_process_group=False):
+        assert goes_on
+        assert same
 
 
 class FailsAlone(pl.Callback):

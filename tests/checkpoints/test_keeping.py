@@ -355,6 +355,24 @@ def test_last_is_the_newest_whatever_the_run_went_on_from(worker_pool, qwen3_dir
         assert other["steps"]["last.ckpt"] == 2
 
 
+def share_last(model: Path, directory: Path, world_size: int) -> Notes:
+    """Two callbacks that save the same steps into one directory, each with `last`."""
+    options: dict[str, Any] = {"every_n_train_steps": 1, "save_last": True}
+    best = ModelCheckpoint(directory, "best-{step}", monitor="badness", **options)
+    newest = ModelCheckpoint(directory, "{step}", **options)
+    trainer = make_trainer({}, world_size, max_steps=2, enable_checkpointing=True, callbacks=[Worsens(), best, newest])
+    trainer.fit(make_module(model), SequenceDataModule(frozen_sequences(8), 4))
+    return look(directory)
+
+
+def test_two_callbacks_may_have_one_last(worker_pool, qwen3_dir, tmp_path):
+    """Fails when the second writes it while the first is still at it: the run ended with its first step."""
+    (found,) = worker_pool.run(share_last, qwen3_dir, tmp_path, 1, world_size=1, init_process_group=False)
+    assert found["complete"] == ["best-step=1.ckpt", "last.ckpt", "step=2.ckpt"]
+    assert found["others"] == []
+    assert read_manifest(tmp_path / "last.ckpt")["global_step"] == 2
+
+
 def save_beside_another_run(model: Path, directory: Path, world_size: int) -> str:
     """The error of a run into a directory that another process has locked, as one does that saves there."""
     keeper = ModelCheckpoint(directory, every_n_train_steps=1)

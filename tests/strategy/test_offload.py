@@ -4,11 +4,14 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 
+from lightning_megatron_rl.callbacks.weight_average import WeightAverage
 from lightning_megatron_rl.strategy.megatron import MegatronStrategy
 from lightning_megatron_rl.strategy.offload import Offloader
+from tests.checkpoints.test_keeping import shards
 from tests.modules.runs import fit_grpo
 from tests.training import Run, fit_sft
 
@@ -73,6 +76,40 @@ def test_run_that_offloads_computes_the_same(worker_pool, qwen3_dir, precision):
     assert "time/offload_s" in moved.steps[-1]
     assert "time/offload_s" not in stayed.steps[-1]
     assert moved.steps[-1]["perf/offloaded_gb"] > 0
+
+
+class UsesItsMemory(pl.Callback):
+    """Saves after the second step and while the sampler is at work in the validation that follows, or fails there."""
+
+    def __init__(self, directory: Path | None) -> None:
+        self.directory = directory
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if self.directory is not None and trainer.global_step == 2:
+            trainer.save_checkpoint(self.directory / "before.ckpt")
+
+    def on_validation_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:  # before the module's
+        if self.directory is None:
+            raise ValueError("of a hook")
+        trainer.save_checkpoint(self.directory / "during.ckpt")
+
+
+def use_while_sampling(model: Path, world_size: int, directory: Path) -> tuple[bool, str]:
+    """Whether both checkpoints have the same tensors, and the error of a run that fails under `WeightAverage`."""
+    strategy = {"offload_while_sampling": ["optimizer", "gradients", "parameters"]}
+    trainer = {"val_check_interval": 2, "check_val_every_n_epoch": None}
+    fit_grpo(model, strategy, world_size, callbacks=[UsesItsMemory(directory)], trainer=trainer)
+    with pytest.raises(Exception) as error:
+        fit_grpo(model, strategy, world_size, callbacks=[WeightAverage(), UsesItsMemory(None)], trainer=trainer)
+    return shards(directory / "before.ckpt") == shards(directory / "during.ckpt"), str(error.value)
+
+
+def test_hooks_of_a_validation_may_save_and_fail(worker_pool, qwen3_dir, tmp_path):
+    """Fails when what they read is still in the host's memory: the process dies of it."""
+    arguments = (use_while_sampling, qwen3_dir, 1, tmp_path)
+    ((same, error),) = worker_pool.run(*arguments, world_size=1, init_process_group=False)
+    assert same
+    assert error == "of a hook"
 
 
 def warnings_of_sft(model: Path) -> list[str]:
