@@ -73,7 +73,12 @@ class RunCheckpoints:
         check_local(filepath, "checkpoint")
         trainer = self._strategy.trainer
         note_due_validation(checkpoint, trainer)
-        in_fit = is_fitting(trainer)
+        in_fit, batches = is_fitting(trainer), trainer.fit_loop.epoch_loop.batch_progress.current
+        if in_fit and batches.processed < batches.ready:
+            rank_zero_only(tell_loss)(
+                f"{filepath} was saved in the middle of a step: a run that resumes from it leaves that batch out."
+                " Save in on_train_batch_end."
+            )
         optimizers = [saved[_OPTIMIZER] for saved in checkpoint.pop("optimizer_states", [])]
         with self._strategy.phase("checkpoint save"), ExitStack() as stack:
             for average in self._strategy.averages.values():  # the model may have it, in a validation

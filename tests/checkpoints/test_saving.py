@@ -1,6 +1,7 @@
 """Lightning's checkpoint interfaces on directories: `ckpt_path`, `save_checkpoint`, failed saves, random numbers."""
 
 import datetime
+import logging
 import random
 import re
 from contextlib import nullcontext
@@ -27,7 +28,7 @@ from lightning_megatron_rl.parallel.layout import ParallelLayout
 from lightning_megatron_rl.strategy.megatron import MegatronStrategy
 from lightning_megatron_rl.utilities import notices
 from tests.full_disk import files_of_at_most
-from tests.training import Recorder, SequenceDataModule, frozen_sequences, make_trainer
+from tests.training import Recorder, SequenceDataModule, fit_sft, frozen_sequences, make_trainer
 
 
 class DrawsAndNotes(pl.Callback):
@@ -276,6 +277,46 @@ def test_what_a_module_registers_itself_is_saved_and_restored(worker_pool, qwen3
         assert "of another shape: seen (2,) != (3,)" in found["refusals"]["longer"]
         assert all("strict_loading=False" in message for message in found["refusals"].values())
         assert found["by name"] == found["saved"] | {"scratch": [0.0]}
+
+
+class SavesInHooks(pl.Callback):
+    """Saves in the second step, and keeps what was told then, by hook."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.told: dict[str, list[str]] = {}
+
+    def save(self, trainer: pl.Trainer, hook: str) -> None:
+        records: list[logging.LogRecord] = []
+        handler = logging.Handler()
+        handler.emit = records.append  # type: ignore[method-assign]
+        logging.getLogger("lightning_megatron_rl").addHandler(handler)
+        trainer.save_checkpoint(self.directory / f"{hook}.ckpt")
+        logging.getLogger("lightning_megatron_rl").removeHandler(handler)
+        self.told[hook] = [record.getMessage() for record in records]
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 1:
+            self.save(trainer, "start")
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 2:
+            self.save(trainer, "end")
+
+    def on_validation_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.save(trainer, "validation")
+
+
+def save_in_hooks(model: Path, directory: Path) -> dict[str, list[str]]:
+    saves = SavesInHooks(directory)
+    fit_sft(model, {}, 1, steps=2, callbacks=[saves], trainer={"val_check_interval": 2})
+    return saves.told
+
+
+def test_a_checkpoint_in_the_middle_of_a_step_says_what_it_leaves_out(worker_pool, qwen3_dir, tmp_path):
+    told = worker_pool.run(save_in_hooks, qwen3_dir, tmp_path, world_size=1, init_process_group=False)[0]
+    assert {hook: len(messages) for hook, messages in told.items()} == {"start": 1, "end": 0, "validation": 0}
+    assert "start.ckpt was saved in the middle of a step: a run that resumes" in told["start"][0]
 
 
 class NotPlainData(pl.Callback):
