@@ -74,7 +74,7 @@ class RunCheckpoints:
         trainer = self._strategy.trainer
         note_due_validation(checkpoint, trainer)
         in_fit, batches = is_fitting(trainer), trainer.fit_loop.epoch_loop.batch_progress.current
-        if in_fit and batches.processed < batches.ready:
+        if in_fit and batches.processed < batches.ready:  # type: ignore[attr-defined]
             rank_zero_only(tell_loss)(
                 f"{filepath} was saved in the middle of a step: a run that resumes from it leaves that batch out."
                 " Save in on_train_batch_end."
