@@ -225,6 +225,8 @@ def saved(options: argparse.Namespace) -> dict[str, Any]:
             raise ValueError(f"{path} has {name} {result[name]!r}, this run has {now[name]!r}: choose another --out")
     if any("train_s" not in row for row in result["rows"]):
         raise ValueError(f"{path} has rows of an older version of this benchmark: choose another --out")
+    for side in (*result["rows"], *result["peers"].values()):
+        side.setdefault("date", result["date"])  # older results have one for all
     return result
 
 

@@ -37,6 +37,7 @@ _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.5, torch.float16: 0.125}
 _TF32_TOLERANCE = 0.125
 _PROBE_SEQUENCES, _PROBE_TOKENS = 2, 32
 _Adapter = Literal["merged", "peft", "both"]
+_OnError = Literal["fail", "warn", "raise"]
 _RANGES = {
     "every_n_steps": COUNT.called("leave it out to export at the end only"),
     "max_shard_size_gb": POSITIVE.called("it is a size in 10^9 bytes"),
@@ -77,13 +78,11 @@ class HFExport(Callback):
         overwrite: bool = False,
         adapter: _Adapter = "merged",
         max_shard_size_gb: float = 5.0,
-        on_error: Literal["fail", "warn", "raise"] = "fail",
+        on_error: _OnError = "fail",
         average: bool = False,
     ) -> None:
         check_ranges(_RANGES, locals(), "HFExport.")
-        check_words({"adapter": _Adapter}, locals(), "HFExport.")
-        if on_error not in ("fail", "warn", "raise"):
-            raise ValueError(f"on_error={on_error!r} is none of 'fail', 'warn', 'raise'.")
+        check_words({"adapter": _Adapter, "on_error": _OnError}, locals(), "HFExport.")
         self.dirpath = user_path(dirpath)
         self.every_n_steps = every_n_steps
         self.at_end = at_end

@@ -84,7 +84,7 @@ class GRPOModule(PolicyModule):
         num_generations: Responses per prompt (the group).
         updates_per_rollout: Optimizer steps per rollout; each takes an equal share of its prompts.
         sampling: Temperature and limits of training rollouts.
-        validation_sampling: The same of validation, at temperature 1 unless it says; if not given, `sampling` at 0.
+        validation_sampling: Those of validations, at temperature 1 by default; not given: as `sampling`, but greedy.
         loss: The objective.
         reference: The policy that KL is measured to; by default the one that training starts from.
         overlong: Penalty and filter of responses near the length limit; none if not given.

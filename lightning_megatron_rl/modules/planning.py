@@ -115,7 +115,7 @@ def describe_run(
     return replace(run, recompute=settings.recomputed(run.chunk_layers))
 
 
-def check_length(what: str, tokens: int | None, most: int, limit: str) -> None:
+def _check_length(what: str, tokens: int | None, most: int, limit: str) -> None:
     """Refuse a length to plan with that no sequence of the run can have.
 
     Raises:
@@ -138,15 +138,15 @@ def describe_work(module: Any, data: Any, lengths: Lengths) -> Work:
     if sampling is None or module.engine is None:
         longest = getattr(data, "max_length", SEQUENCE_TOKENS)
         given = (lengths.prompt or 0) + (lengths.response or 0)
-        check_length("sequences", given, longest, "data.max_length")
+        _check_length("sequences", given, longest, "data.max_length")
         tokens = min((lengths.prompt or 0) + (lengths.response or SEQUENCE_TOKENS), longest)
         sequences = batch * (2 if isinstance(data, PreferenceDataModule) else 1)  # both sides of a pair
         if (most := getattr(data, "max_tokens_per_batch", None)) is not None:
             sequences = max(1, min(sequences, most // tokens))
         return Work(sequences=sequences, tokens=tokens, scored=int(referred), longest=longest, rows=batch)
     room = max(1, module.engine.max_model_len - sampling.max_tokens)
-    check_length("responses", lengths.response, sampling.max_tokens, "sampling.max_tokens")
-    check_length("prompts", lengths.prompt, room, "engine.max_model_len - sampling.max_tokens")
+    _check_length("responses", lengths.response, sampling.max_tokens, "sampling.max_tokens")
+    _check_length("prompts", lengths.prompt, room, "engine.max_model_len - sampling.max_tokens")
     response = lengths.response or sampling.max_tokens
     prompt = lengths.prompt or min(PROMPT_TOKENS, room)
     return Work(

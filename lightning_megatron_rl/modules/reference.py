@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from lightning_megatron_rl.modules.policy import PolicyModule, Scores
 
 ReferenceKind = Literal["none", "frozen_copy", "adapters_off", "average"]
-ReferenceChoice = Literal["auto", "none", "frozen_copy", "adapters_off", "average"]
+ReferenceChoice = Literal["auto", ReferenceKind]
 
 
 @dataclass

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
@@ -29,7 +29,7 @@ from lightning_megatron_rl.rollout.streaming import RolloutStream
 from lightning_megatron_rl.rollout.watch import StreamWatch
 from lightning_megatron_rl.sample import Prompt, Sample
 from lightning_megatron_rl.utilities.notices import tell_loss
-from lightning_megatron_rl.utilities.ranges import COUNT, COUNT_OR_NONE, check_ranges
+from lightning_megatron_rl.utilities.ranges import COUNT, COUNT_OR_NONE, check_ranges, check_words
 from lightning_megatron_rl.utilities.seeds import run_seed
 
 if TYPE_CHECKING:
@@ -77,11 +77,7 @@ class StreamingSettings:
             "batch_parts": COUNT.called("1 trains on whole batches"),
         }
         check_ranges(ranges, vars(self), "streaming.")
-        for name, choices in (("on_update", OnUpdate), ("placement", Placement)):
-            if getattr(self, name) not in get_args(choices):
-                raise ValueError(
-                    f"streaming.{name}={getattr(self, name)!r}: choose one of {', '.join(get_args(choices))}"
-                )
+        check_words({"on_update": OnUpdate, "placement": Placement}, vars(self), "streaming.")
         if self.batch_parts > 1 and not self.is_on:
             raise ValueError(
                 f"streaming.batch_parts={self.batch_parts} with max_staleness=0: a synchronous run waits for its whole"

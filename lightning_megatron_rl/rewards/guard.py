@@ -10,9 +10,10 @@ from lightning_megatron_rl.rewards.base import Reward, RewardSetupError, describ
 from lightning_megatron_rl.rewards.deadline import BoundedCalls, EventLoopError, awaited
 from lightning_megatron_rl.sample import Sample, copies
 from lightning_megatron_rl.utilities.notices import tell_loss
-from lightning_megatron_rl.utilities.ranges import COUNT, FINITE, POSITIVE, check_ranges
+from lightning_megatron_rl.utilities.ranges import COUNT, FINITE, POSITIVE, check_ranges, check_words
 
 DEADLINE_SECONDS = 120.0
+_OnError = Literal["default", "raise"]
 _MAX_NAMED = 3  # failed samples that a warning describes
 _RANGES = {
     "deadline_s": POSITIVE.called("it is a number of seconds"),
@@ -46,7 +47,7 @@ class GuardedReward:
         self,
         reward: Reward,
         deadline_s: float = DEADLINE_SECONDS,
-        on_error: Literal["default", "raise"] = "default",
+        on_error: _OnError = "default",
         default: float = 0.0,
         batch_size: int | None = None,
         concurrency: int = 8,
@@ -54,8 +55,7 @@ class GuardedReward:
         self.reward = reward
         self.name = reward_name(reward)
         check_ranges(_RANGES, locals(), f"reward {self.name!r}: ")
-        if on_error not in ("default", "raise"):
-            raise ValueError(f"on_error={on_error!r} of the reward {self.name!r}: choose one of default, raise")
+        check_words({"on_error": _OnError}, locals(), f"reward {self.name!r}: ")
         self.deadline_s = deadline_s
         self.on_error = on_error
         self.default = default

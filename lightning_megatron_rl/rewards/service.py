@@ -12,9 +12,10 @@ from urllib.parse import urlsplit
 from lightning_megatron_rl.rewards.base import RewardSetupError
 from lightning_megatron_rl.rewards.deadline import call_in_threads
 from lightning_megatron_rl.sample import Sample
-from lightning_megatron_rl.utilities.ranges import COUNT, POSITIVE, check_ranges
+from lightning_megatron_rl.utilities.ranges import COUNT, POSITIVE, check_ranges, check_words
 
 _MAX_REPLY = 2**26  # bytes
+_Inputs = Literal["tokens", "text"]
 
 
 class ServiceReward(ABC):
@@ -193,7 +194,7 @@ class VLLMRewardModel(ServiceReward):
         self,
         url: str,
         model: str | None = None,
-        inputs: Literal["tokens", "text"] = "tokens",
+        inputs: _Inputs = "tokens",
         batch_size: int = 64,
         concurrency: int = 4,
         timeout_s: float = 60.0,
@@ -201,8 +202,7 @@ class VLLMRewardModel(ServiceReward):
         name: str = "reward_model",
     ) -> None:
         super().__init__(url.rstrip("/") + "/classify", name, batch_size, concurrency, timeout_s, token_variable)
-        if inputs not in ("tokens", "text"):
-            raise ValueError(f"inputs={inputs!r} of the reward {name!r}: choose one of tokens, text")
+        check_words({"inputs": _Inputs}, locals(), f"reward {name!r}: ")
         self.model = model
         self.inputs = inputs
 

@@ -37,7 +37,7 @@ ACTOR = "EngineActor"
         ({"tensor_parallel_size": 0}, "engine.tensor_parallel_size=0 must be at least 1"),
         ({"num_cpus": 0}, "engine.num_cpus=0 must be"),
         ({"max_model_len": 1}, "engine.max_model_len=1 must be"),
-        ({"device": "auto"}, "engine.device='auto' must be 'cuda', or 'cpu'"),
+        ({"device": "auto"}, "engine.device='auto': choose one of cuda, cpu"),
         ({"resources": {"GPU": 1}}, "engine.resources has GPU: set num_cpus, or tensor_parallel_size"),
         ({"resources": {"engines": 0}}, "engine.resources: 0 of 'engines' must be above 0"),
         ({"vllm_args": {"seed": 3}}, "set the engine's seed"),

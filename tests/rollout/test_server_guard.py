@@ -287,7 +287,7 @@ def test_unreachable_server_is_named(qwen3_dir):
         ({"urls": ["http://a:1", "http://a:1/"]}, "one of them is there twice"),
         ({"urls": ["http://a:1"], "token": "x", "token_file": "y"}, "give one of them"),
         ({"urls": ["http://a:1"], "max_model_len": 1}, "max_model_len=1 must be at least 2"),
-        ({"urls": ["http://a:1"], "weights_over": "tcp"}, "weights_over='tcp' must be 'auto', 'gloo' or 'nccl'"),
+        ({"urls": ["http://a:1"], "weights_over": "tcp"}, "engine.weights_over='tcp': choose one of auto, gloo, nccl"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(settings, words):

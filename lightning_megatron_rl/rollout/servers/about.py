@@ -4,7 +4,7 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from lightning_megatron_rl.rollout.model_directory import CheckpointLayout
 from lightning_megatron_rl.utilities.text_files import read_json
@@ -46,16 +46,6 @@ class About:
 
 WeightsOver = Literal["auto", "gloo", "nccl"]
 """What weights go over from the trainer's ranks to the workers of servers: a setting of the engine."""
-
-
-def check_weights_over(weights_over: str) -> None:
-    """Refuse a value that is none of `WeightsOver`.
-
-    Raises:
-        ValueError: Names it.
-    """
-    if weights_over not in get_args(WeightsOver):
-        raise ValueError(f"engine.weights_over={weights_over!r} must be 'auto', 'gloo' or 'nccl'")
 
 
 def refuse_nccl(reason: str) -> ValueError:

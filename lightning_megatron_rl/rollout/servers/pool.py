@@ -24,7 +24,7 @@ from lightning_megatron_rl.rollout.protocol import (
     WeightsLostError,
     check_requests,
 )
-from lightning_megatron_rl.rollout.servers.about import WeightsOver, check_weights_over, refuse_nccl
+from lightning_megatron_rl.rollout.servers.about import WeightsOver, refuse_nccl
 from lightning_megatron_rl.rollout.servers.activity import PoolActivity
 from lightning_megatron_rl.rollout.servers.client import (
     LOST,
@@ -38,6 +38,7 @@ from lightning_megatron_rl.rollout.servers.connections import Connections
 from lightning_megatron_rl.rollout.servers.flights import Flight, choose_server
 from lightning_megatron_rl.rollout.servers.push import deliver, meet, send
 from lightning_megatron_rl.rollout.turns import one_at_a_time
+from lightning_megatron_rl.utilities.ranges import check_words
 from lightning_megatron_rl.utilities.spans import JOIN_S, SpanLog
 from lightning_megatron_rl.weights.source import WeightSource
 from lightning_megatron_rl.weights.transports.network import NETWORK
@@ -81,7 +82,7 @@ class ServerPool(StreamingEngine):
     def __init__(
         self, num_servers: int, max_model_len: int, call_timeout_s: float, bucket_mb: int, weights_over: WeightsOver
     ) -> None:
-        check_weights_over(weights_over)
+        check_words({"weights_over": WeightsOver}, locals(), "engine.")
         self.num_servers = num_servers
         self.max_model_len = max_model_len
         self.call_timeout_s = call_timeout_s

@@ -17,9 +17,11 @@ from lightning_megatron_rl.rollout.servers.ray_messages import News, Order
 from lightning_megatron_rl.rollout.servers.ray_places import RayPlaces
 from lightning_megatron_rl.rollout.vllm.engine import VLLMEngine
 from lightning_megatron_rl.rollout.vllm.settings import Dtype
-from lightning_megatron_rl.utilities.ranges import COUNT, POSITIVE, check_ranges
+from lightning_megatron_rl.utilities.ranges import COUNT, POSITIVE, check_ranges, check_words
 
 log = logging.getLogger(__name__)
+
+_Device = Literal["cuda", "cpu"]
 
 
 class RayEngines(ServerPool):
@@ -60,7 +62,7 @@ class RayEngines(ServerPool):
         self,
         num_engines: int = 1,
         tensor_parallel_size: int = 1,
-        device: Literal["cuda", "cpu"] = "cuda",
+        device: _Device = "cuda",
         num_cpus: float | None = None,
         resources: dict[str, float] | None = None,
         max_model_len: int = 2048,
@@ -77,8 +79,7 @@ class RayEngines(ServerPool):
     ) -> None:
         ranges = {"num_engines": COUNT, "num_cpus": POSITIVE, "start_timeout_s": POSITIVE, "call_timeout_s": POSITIVE}
         check_ranges(ranges | {"bucket_mb": COUNT}, locals(), "engine.")
-        if device not in ("cuda", "cpu"):
-            raise ValueError(f"engine.device={device!r} must be 'cuda', or 'cpu' for engines without GPUs")
+        check_words({"device": _Device}, locals(), "engine.")
         if weights_over == "nccl" and device == "cpu":
             raise refuse_nccl("engine.device is 'cpu'")
         check_resources(resources or {})

@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 Device = Literal["auto", "cpu", "cuda"]
 Compilation = Literal["auto", "full", "graphs"]
-Ways = Literal["auto", "ipc", "nccl", "shared_memory"]  # of weights
+WeightTransfer = Literal["auto", "ipc", "nccl", "shared_memory"]
 
 
 class VLLMEngine(SupervisedEngine):
@@ -106,7 +106,7 @@ class VLLMEngine(SupervisedEngine):
         tensor_parallel_size: int = 1,
         devices: list[int] | None = None,
         sleep_level: Literal[0, 1, 2] = 0,
-        weight_transfer: Ways | Transport = "auto",
+        weight_transfer: WeightTransfer | Transport = "auto",
         bucket_mb: int = 512,
         start_timeout_s: float = 300,
         call_timeout_s: float = 600,
@@ -128,7 +128,7 @@ class VLLMEngine(SupervisedEngine):
         check_ranges(ranges, locals(), "engine.")
         check_words({"dtype": Dtype, "device": Device, "compilation": Compilation}, locals(), "engine.")
         if isinstance(weight_transfer, str):
-            check_words({"weight_transfer": Ways}, locals(), "engine.")
+            check_words({"weight_transfer": WeightTransfer}, locals(), "engine.")
         check_vllm_args(vllm_args or {})
         self.compilation = compilation
         self.num_tokens: int | None = None  # that the run will sample, if that is known
