@@ -1,6 +1,6 @@
 """GRPO with a pool of two vLLM servers, on one GPU or two, as three hosts of NCCL's: syncs, and drills in short.
 
-The drills over gloo, on a CPU and longer: tests/rollout/test_servers.py and test_servers_direct.py.
+The drills over gloo, on a CPU and longer: tests/rollout/test_lost_servers.py and test_servers_direct.py.
 """
 
 import itertools

@@ -22,8 +22,24 @@ from lightning_megatron_rl.rollout.servers.engine import VLLMServers
 from tests.policing import leaked_memory, shared_memory
 from tests.rollout.conftest import Harness, is_running, make_requests, max_logprob_error
 from tests.rollout.server_process import ServerProcess, ask
-from tests.rollout.test_servers import EIGHT, connect, wait_for_the_end, wait_for_tokens, wait_without_weights
+from tests.rollout.test_servers import EIGHT, connect, wait_without_weights
 from tests.rollout.test_streaming import EXACT, Collected, drawn, requests
+
+
+def wait_for_tokens(engine: VLLMServers, number: int) -> None:
+    """Wait until all responses have tokens, while a server has some of them under way."""
+    server, board, deadline = engine.connections.servers[number], engine.connections.board, time.monotonic() + 60
+    while not server.load or not all(flight.token_ids for flight in list(board.flights.values())):
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def wait_for_the_end(family: list[int]) -> None:
+    """Wait until none of these processes is there."""
+    deadline = time.monotonic() + 15
+    while any(map(is_running, family)):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 @pytest.mark.slow

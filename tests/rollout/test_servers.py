@@ -54,22 +54,6 @@ def wait_without_weights(engine: VLLMServers, number: int) -> None:
         time.sleep(0.1)
 
 
-def wait_for_tokens(engine: VLLMServers, number: int) -> None:
-    """Wait until all responses have tokens, while a server has some of them under way."""
-    server, board, deadline = engine.connections.servers[number], engine.connections.board, time.monotonic() + 60
-    while not server.load or not all(flight.token_ids for flight in list(board.flights.values())):
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
-def wait_for_the_end(family: list[int]) -> None:
-    """Wait until none of these processes is there."""
-    deadline = time.monotonic() + 15
-    while any(map(is_running, family)):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-
-
 @pytest.fixture(scope="module")
 def server(model_dir, tmp_path_factory) -> Iterator[ServerProcess]:
     """A running server; nothing of it is left at the end."""
